@@ -235,6 +235,7 @@ def _pipeline(
         times=times,
         stages=(),
         microbatches=once,
+        order=(row.schedule, chunks),
     )
     _, memory, step, price = step_of(one, axes, machine, layout, training, 0.0)
     data = step.step - times.seconds - step.optimizer

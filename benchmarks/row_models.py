@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from autoshard.cli.checkpointing import checkpoint_layers
+from autoshard.model_source import checkpoint_layers
 from autoshard.runtime import compat
 from decoder import Decoder, Shape
 

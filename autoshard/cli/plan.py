@@ -74,16 +74,10 @@ def add_command(commands: Any) -> None:
         help="activation checkpointing of each layer; none (default): as the model has it; "
         "selective: attention and every second product are kept",
     )
-    parser.add_argument(
-        "--float8",
-        action="store_true",
-        help="products of activations with weights in float8, but the last",
-    )
-    parser.add_argument(
-        "--uncompiled",
-        action="store_true",
-        help="operators run one by one, each through memory",
-    )
+    float8 = "products of activations with weights in float8, but the last"
+    parser.add_argument("--float8", action="store_true", help=float8)
+    apart = "operators run one by one, each through memory"
+    parser.add_argument("--uncompiled", action="store_true", help=apart)
     fullest = "rows of the fullest rank of ep by those of the mean (default 1: experts are even)"
     parser.add_argument("--imbalance", type=imbalance, default=1.0, help=fullest)
     parser.add_argument("--out", type=Path, help="write the recommended plan to this file")
@@ -95,9 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Search, print, and write the plan; AutoshardError where --out is asked and nothing fits."""
     import torch
 
-    from autoshard.cli.checkpointing import checkpoint_layers
     from autoshard.mesh_search import search_meshes
-    from autoshard.model_source import load_on_meta
+    from autoshard.model_source import checkpoint_layers, load_on_meta
     from autoshard.planning.cost import DEFAULT_HARDWARE
     from autoshard.planning.estimate import Training
 
@@ -149,13 +142,15 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
     """The plan of a mesh with pp, whose stages are those of its batch in micro-batches."""
     import torch
 
-    from autoshard.cli.checkpointing import checkpoint_layers
-    from autoshard.model_source import load_on_meta
+    from autoshard.model_source import checkpoint_layers, load_on_meta
     from autoshard.tracing import trace
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     if row.recomputation is None:  # stages that fit as they are need no count
         options = _with(options, memory_budget=None)
+    if row.pipeline and row.pipeline.order[0] == "interleaved":
+        schedule, stages = row.pipeline.order
+        options = _with(options, schedule=schedule, virtual_stages=stages)
     dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
     call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)
@@ -233,8 +228,8 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
         )
     if stages:
         told += (
-            "; with pp: of the stage that holds most, batches in a step, and how many % of the "
-            "schedule stages wait"
+            "; with pp: of the stage that holds most, batches in a step (x stages of a rank), and "
+            "how many % of the schedule stages wait"
         )
     lines = [
         "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, GB "
@@ -266,6 +261,7 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
             f"* recommended: {spell(best.mesh)}: {short(1e3 * best.timing.step)} ms a step, "
             f"{best.memory.total / 1e9:.3g} GB a rank, {100 * best.mfu:.1f}% MFU{rate}",
         ]
+        lines += [f"  {found.reason()}"] * bool(found.reason())
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -281,7 +277,10 @@ def _recomputed(row: MeshPrice) -> str:
 
 def _idle(row: MeshPrice) -> str:
     one = row.pipeline
-    return f"{one.microbatches}, {100 * one.idle:.0f}" if one else "-"
+    if one is None:
+        return "-"
+    stages = f" x {one.order[1]}" if one.order[1] > 1 else ""
+    return f"{one.microbatches}{stages}, {100 * one.idle:.0f}"
 
 
 def _on_host(row: MeshPrice) -> str:
@@ -353,6 +352,8 @@ def _stages_as_json(one: PipelinePrice) -> dict[str, Any]:
     stages = zip(one.seconds, one.memory * chunks, [*one.sent_bytes, 0])
     return {
         "idle": one.idle,
+        "schedule": one.order[0],
+        "stages_of_a_rank": one.order[1],
         "stages": [
             {
                 "forward_seconds": forward,
@@ -394,5 +395,6 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
         "world": found.world,
         "hardware": found.cluster.name,
         "recommended": found.best.mesh if found.best else None,
+        "reason": found.reason(),
         "rows": rows,
     }

@@ -54,7 +54,7 @@ class PartsInOrder:
         """The operators by part, in the order of the graph within each."""
         if any(is_from_data(node) for node in self.nodes):
             return None
-        runs = _runs([label(node) for node in self.core])
+        runs = tandem_repeats([label(node) for node in self.core])
         if not runs:
             return None
         bounds = self._bounds(runs)
@@ -143,7 +143,7 @@ class PartsInOrder:
         return slot
 
 
-def _runs(labels: Sequence[str]) -> list[tuple[int, int, int]]:
+def tandem_repeats(labels: Sequence[str]) -> list[tuple[int, int, int]]:
     """(start, period, count) of the tandem repeats, that of most operators first taken."""
     found: list[tuple[int, int, int]] = []
     todo = [(0, len(labels))]

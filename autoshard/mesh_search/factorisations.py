@@ -36,19 +36,31 @@ def candidates(
     return found
 
 
-def two_planned(world: int, machine: Cluster, stages: bool = True) -> list[AxisSizes]:
-    """Every dp_replicate x dp_shard x cp x tp that multiplies to `world`, with cp and tp inside a
-    node; cp across at most as many nodes as those have ranks, where tp has a node whole. And beside
-    them every pp whose stages are whole nodes.
+def combined(
+    world: int, machine: Cluster, experts: int = 0, stages: bool = True
+) -> list[AxisSizes]:
+    """Every dp_replicate x dp_shard beside cp and tp, with cp across at most as many nodes as those
+    have ranks, where tp has a node whole; or beside ep and tp, with tp inside a node, and ep one
+    that divides `experts`. And, with them or with cp alone, every pp whose stages are whole nodes.
     """
     found, per_node = [], machine.per_node
-    for tp in _divisors(per_node)[1:]:
-        for cp in _divisors(per_node)[1:]:
+    widths = _divisors(per_node)
+    for tp in widths[1:]:
+        for cp in widths[1:]:
             if world % (cp * tp) == 0 and (tp == per_node or per_node % (cp * tp) == 0):
                 found += _among(world, {"cp": cp, "tp": tp})
+    for ep in _divisors(experts)[1:] if experts else ():
+        for tp in widths:
+            known = tp == 1 and per_node % ep == 0  # among `candidates`
+            if world % (ep * tp) == 0 and not known:
+                found += _among(world, {"ep": ep, "tp": tp} if tp > 1 else {"ep": ep})
     if stages and world % per_node == 0:
         for pp in _divisors(world // per_node)[1:]:
-            found += [{"pp": pp, **one} for one in two_planned(world // pp, machine, False)]
+            rest = world // pp
+            inner = combined(rest, machine, experts, False)
+            for cp in widths[1:]:
+                inner += _among(rest, {"cp": cp})
+            found += [{"pp": pp, **one} for one in inner]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from autoshard.building import Planned
 from autoshard.config import Config
 from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import AxisSizes, refusal
-from autoshard.mesh_search.stages import GraphStages, PipelinePrice
+from autoshard.mesh_search.stages import GraphStages, PipelinePrice, StageOrder
 from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
 from autoshard.planning.chunked_loss import Chunking, chunks_of
 from autoshard.planning.cost import Cluster
@@ -72,6 +73,77 @@ class MeshPrice:
         """Whether a rank's memory holds it."""
         return not self.unfit
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """What a step is made of, for the same work in every row."""
+        took, work = self.timing, self.mfu * self.timing.step
+        times = 1 if self.pipeline else self.microbatches
+        again = times * self.recomputation.seconds if self.recomputation else 0.0
+        found = {
+            "compute": took.compute - (0.0 if self.pipeline else again),
+            "again": again,
+            "exposed": took.exposed - (again if self.pipeline else 0.0),
+            "idle": took.step - took.compute - took.exposed - took.optimizer,
+            "optimizer": took.optimizer,
+        }
+        return {name: seconds / work for name, seconds in found.items()} if work else found
+
+
+@dataclass(frozen=True)
+class MeshSearch:
+    """All meshes tried: `rows`, those that fit first, then by the work a second does."""
+
+    rows: tuple[MeshPrice, ...]
+    cluster: Cluster
+    world: int
+
+    @staticmethod
+    def of(rows: Iterable[MeshPrice], machine: Cluster, world: int) -> MeshSearch:
+        """These rows in order; of those that differ in the data-parallel axes the first, beside
+        pp."""
+        # the same work in every row where the batch is; utilisation counts it either way
+        found: dict[object, MeshPrice] = {}
+        for row in sorted(rows, key=lambda row: (not row.fits, -row.mfu)):
+            found.setdefault(_axes(row) if row.pipeline else id(row), row)
+        return MeshSearch(tuple(found.values()), machine, world)
+
+    @property
+    def best(self) -> MeshPrice | None:
+        """The recommendation; None where nothing fits that runs."""
+        return next((row for row in self.rows if row.fits and not row.refused), None)
+
+    def reason(self) -> str:
+        """Why the recommendation is before the next of other axes, as a sentence; "" where there is
+        none of either."""
+        best = self.best
+        others = [
+            row for row in self.rows if best and not row.refused and _axes(row) != _axes(best)
+        ]
+        if best is None or not others:
+            return ""
+        other = max(others, key=lambda row: (row.fits, row.mfu))
+        spelled = " ".join(f"{name}={size}" for name, size in other.mesh.items())
+        if not other.fits:
+            return f"no mesh of other axes fits, the quickest is {spelled}"
+        more = {name: other.parts[name] - best.parts[name] for name in best.parts}
+        most = max(more, key=lambda name: more[name])
+        less = 100 * (1 - other.mfu / best.mfu)
+        return f"{spelled}, the next of other axes, does {less:.0f}% less, because {_WHY[most]}"
+
+
+_WHY = {
+    "compute": "its products are slower",
+    "again": "it computes more again",
+    "exposed": "its compute waits longer for communication",
+    "idle": "its stages wait longer for each other",
+    "optimizer": "its optimizer's step takes longer",
+}
+
+
+def _axes(row: MeshPrice) -> tuple[int, ...]:
+    """The sizes of the axes that are not data-parallel."""
+    return tuple(row.mesh.get(name, 1) for name in ("pp", "ep", "cp", "tp"))
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -85,10 +157,25 @@ class Asked:
     meshes: int
     losses: tuple[Chunking | None, Chunking | None] = (None, None)
 
+    @property
+    def orders(self) -> tuple[StageOrder, ...]:
+        """The orders of a pipeline that are tried: what is asked for, of a mesh that is asked for
+        alone the default."""
+        own = self.config.order
+        return (own,) if self.config.schedule or self.meshes == 1 else (own, *_INTERLEAVED)
+
     def layout(self, mesh: AxisSizes) -> Layout:
         return Layout.of(
             mesh, self.config.zero, self.config.bucket_bytes, self.config.defer_reduction
         )
+
+
+_INTERLEAVED: tuple[StageOrder, ...] = (("interleaved", 2), ("interleaved", 4))
+
+
+def _rank(one: tuple[Profile, Footprint, Timing, PipelinePrice], limit: int) -> tuple[bool, float]:
+    """Of two orders of a pipeline the better: one that fits, then the quicker."""
+    return one[1].total > limit, one[2].step
 
 
 class MeshPrices:
@@ -162,10 +249,16 @@ class MeshPrices:
         count = pp * training.microbatches  # as many samples a rank as without pp
         if not self.stages.can_run() and not alone:
             return None
-        found = self.stages.price(mesh, self.asked.layout(mesh), training, count, limit)
+        orders = self.asked.orders if self.stages.losses == 1 else self.asked.orders[:1]
+        every = (
+            self.stages.price(mesh, self.asked.layout(mesh), training, count, limit, order)
+            for order in orders
+        )
+        found = min(filter(None, every), key=lambda one: _rank(one, limit), default=None)
         if found is None and alone:
+            chunks = self.asked.orders[0][1]
             raise PlanError(
-                f"the graph cannot be cut into {pp * self.stages.chunks} stages, for pp={pp}: "
+                f"the graph cannot be cut into {pp * chunks} stages, for pp={pp}: "
                 f"there are {len(self.stages.places)} places between its operators where it "
                 "can",
                 remedy="Give pp fewer ranks.",
@@ -214,7 +307,7 @@ class MeshPrices:
             planned = replace(planned, decisions=replace(planned.decisions, losses={}))
             free = self._profile(planned.decisions)
             choices = self._frontier(planned, planned.decisions)
-        given = (self.machine, self.asked.config.order, self.training, self.cuts)
+        given = (self.machine, self.training, self.cuts)
         return GraphStages(planned, free, choices, *given)
 
     def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:

@@ -99,7 +99,7 @@ class StageChoices:
         """For each of a rank's stages the quickest choice with which they hold at most `room` bytes
         of activations, the least where none does, and all of them of a step. None: there is nothing
         to choose."""
-        parts = [self._of(stage) for stage in stages]
+        parts = [self.of(stage) for stage in stages]
         if not all(part.points for part in parts):
             return None
         choices = JoinedChoices(parts)
@@ -116,7 +116,8 @@ class StageChoices:
             bound=microbatches * sum(one.bound for one in made),
         )
 
-    def _of(self, stage: StageSpan) -> Frontier:
+    def of(self, stage: StageSpan) -> Frontier:
+        """The choices of a stage."""
         if stage not in self._stages:
             values, several = self._walk.of(self.nodes[stage.start : stage.end]), stage.live > 1
             text = (several, *map(_text, values))

@@ -26,7 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -37,14 +37,15 @@ from autoshard.building import ask, batch_facts
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
-from autoshard.errors import ConfigError
+from autoshard.errors import AutoshardError
+from autoshard.mesh_search.equal_layers import PlanAxes, Shallow, shallow, worth_a_plan
 from autoshard.mesh_search.factorisations import (
     AxisSizes,
     candidates,
     checked,
-    two_planned,
+    combined,
 )
-from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices
+from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices, MeshSearch
 from autoshard.planning import Prices, at_dearer_bytes, value
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster, numel
@@ -139,25 +140,6 @@ AXES = (*PLANNED, "ep")
 """The axes of which a mesh has one at most, beside `dp_replicate` and `dp_shard`."""
 
 
-@dataclass(frozen=True)
-class MeshSearch:
-    """All meshes tried: `rows`, those that fit first, then by the work a second does."""
-
-    rows: tuple[MeshPrice, ...]
-    cluster: Cluster
-    world: int
-
-    def joined(self, other: MeshSearch) -> MeshSearch:
-        """The meshes of both."""
-        rows = sorted([*self.rows, *other.rows], key=_order)
-        return replace(self, rows=tuple(rows))
-
-    @property
-    def best(self) -> MeshPrice | None:
-        """The recommendation; None where nothing fits that runs."""
-        return next((row for row in self.rows if row.fits and not row.refused), None)
-
-
 def search_meshes(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -177,8 +159,9 @@ def search_meshes(
         batch is that of one data-parallel rank.
     hardware: the name of a built-in cluster, a file, or a Cluster. mesh: only this
         one, instead of all factorisations with tp, cp or, where rows can travel to experts, ep
-        inside a node, and those of pp between nodes with tp inside; where none of them fits, also
-        those with cp and tp. training: dtypes and optimizer.
+        inside a node, those with cp and tp, or ep and tp, together, with ep across nodes, and all
+        these beside pp between nodes. Of a deep model those that are worth it by the prices of its
+        layers. training: dtypes and optimizer.
     batches: how many different batches the world is given, where that is less than one for each
         data-parallel rank: the others repeat work. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
@@ -187,37 +170,60 @@ def search_meshes(
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
-    meshes = (
-        [checked(mesh, world)]
-        if mesh is not None
-        else candidates(world, machine, AXES, stages=True)
-    )
     settings = Config.from_options(options)
+    given = (machine, settings, training, batches, progress)
 
     def search(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> MeshSearch:
         say("capturing", 2, steps)
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
-        given = (machine, settings, training, batches, progress)
-        first = search_captured(captured, inputs, meshes, *given)
-        both = two_planned(world, machine)
-        if mesh is not None or first.best is not None or not both:
-            return first
-        try:
-            return first.joined(search_captured(captured, inputs, both, *given))
-        except ConfigError:  # of options that no mesh with cp has (`precision` with matmul)
-            return first
+        if mesh is not None:
+            return search_captured(captured, inputs, [checked(mesh, world)], *given)
+        every = [*meshes, *combined(world, machine, _experts(captured))]
+        short = shallow(captured, inputs)
+        if short is not None:
+            say("comparing meshes by a layer", 2, steps)
+            every = _worth_a_plan(every, short, _asked(*given[:4], len(every)), machine)
+        return search_captured(captured, inputs, every, *given)
 
+    meshes = [checked(mesh, world)] if mesh else candidates(world, machine, AXES, stages=True)
     # Whether rows can travel to experts is known when the graph is captured.
-    plain = [one for one in meshes if "ep" not in one]
-    steps = _steps({planned_axes(one, settings) for one in plain or meshes}, plain or meshes)
+    plain = [one for one in meshes if "ep" not in one] or meshes
+    plain = plain if mesh else [*plain, *combined(world, machine)]
+    steps = _steps({planned_axes(one, settings) for one in plain}, plain)
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
     with _no_collector(), contextlib.nullcontext() if use.param is None else casting(model, use):
         found = intercept(model, args, kwargs, search)
     return found
+
+
+def _worth_a_plan(
+    meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster
+) -> list[AxisSizes]:
+    """The meshes of a deep graph that are best by what its layers cost; without pp, every split
+    of the data-parallel ranks."""
+
+    def planned(mesh: AxisSizes) -> PlanAxes:
+        return planned_axes(mesh, asked.config)
+
+    found = worth_a_plan(
+        meshes,
+        short,
+        planned,
+        lambda key: prices_of(short.graph, short.inputs, key, machine, asked),
+    )
+    plain = {planned(one.mesh) for one in found if "pp" not in one.mesh}
+    staged = [one.mesh for one in found if "pp" in one.mesh]
+    return [mesh for mesh in meshes if "pp" not in mesh and planned(mesh) in plain] + staged
+
+
+def _experts(captured: fx.GraphModule) -> int:
+    """How many experts the mixtures of a graph have; 0 where it has none."""
+    of = (node.args[1] for node in captured.graph.nodes if str(node.target) in PRODUCTS)
+    return max((value(stack).shape[0] for stack in of if isinstance(stack, fx.Node)), default=0)
 
 
 @contextlib.contextmanager
@@ -246,20 +252,14 @@ def search_captured(
 
     inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
     """
-    training = training or Training()
-    if config.optimizer_states == "host":
-        training = replace(training, states="host")
-    # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
-    limit, config = config.memory_budget, replace(config, memory_budget=None)
-    losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
-    limit = limit or machine.usable_bytes
+    asked = _asked(machine, config, training, batches, len(meshes))
+    config = asked.config
     if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
     keys = {_key(mesh): planned_axes(mesh, config) for mesh in meshes}
     sizes = list(dict.fromkeys(keys.values()))
     rows: list[MeshPrice] = []
     tried: list[tuple[MeshPrice, Placements]] = []
-    asked = Asked(config, training, limit, batches, len(meshes), losses)
     steps = _steps(sizes, meshes)
     numbers = count(3)
 
@@ -268,7 +268,12 @@ def search_captured(
 
     for key in sizes:
         say("planning " + " x ".join(f"{name}={n}" for name, n in key))
-        choices = prices_of(captured, inputs, key, machine, asked)
+        try:
+            choices = prices_of(captured, inputs, key, machine, asked)
+        except AutoshardError:
+            if len(dict(key)) == 1 or len(meshes) == 1:
+                raise
+            continue  # an option that these axes do not have together
         placements = Placements(choices)
         for mesh in meshes:
             if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
@@ -278,15 +283,29 @@ def search_captured(
                     rows.append(row)
     rows = within_memory(tried, rows, say)
     (progress or _silent)("comparing", steps, steps)
-    # the same work in every row where the batch is; utilisation counts it either way
-    rows.sort(key=_order)
-    return MeshSearch(tuple(_shortened(rows)), machine, math.prod(meshes[0].values()))
+    return MeshSearch.of(rows, machine, math.prod(meshes[0].values()))
+
+
+def _asked(
+    machine: Cluster,
+    config: Config,
+    training: Training | None,
+    batches: int | None,
+    meshes: int,
+) -> Asked:
+    training = training or Training()
+    if config.optimizer_states == "host":
+        training = replace(training, states="host")
+    # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
+    limit, config = config.memory_budget, replace(config, memory_budget=None)
+    losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
+    return Asked(config, training, limit or machine.usable_bytes, batches, meshes, losses)
 
 
 def prices_of(
     captured: fx.GraphModule,
     inputs: list[compat.GraphInput],
-    key: tuple[tuple[str, int], ...],
+    key: PlanAxes,
     machine: Cluster,
     asked: Asked,
     prices: Prices | None = None,
@@ -321,21 +340,7 @@ def prices_of(
     return MeshPrices(replace(planned, request=request), first.planned.size, machine, asked)
 
 
-def _order(row: MeshPrice) -> tuple[bool, float]:
-    return not row.fits, -row.mfu
-
-
-def _shortened(rows: Sequence[MeshPrice]) -> Iterator[MeshPrice]:
-    """Rows in order; of those that differ in the data-parallel axes the first, beside pp."""
-    seen = set()
-    for row in rows:
-        key = tuple(row.mesh.get(name) for name in ("pp", "ep", "cp", "tp"))
-        if row.pipeline is None or key not in seen:
-            yield row
-        seen.add(key)
-
-
-def planned_axes(mesh: AxisSizes, config: Config) -> tuple[tuple[str, int], ...]:
+def planned_axes(mesh: AxisSizes, config: Config) -> PlanAxes:
     """The axes that the planner decides on, names and sizes."""
     sharing = offline_mesh(mesh, 0).sharing
     axes = [(axis.name, axis.size) for axis in sharing]

@@ -43,22 +43,28 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime.graph_meta import MUTATED
-from autoshard.runtime.pipeline import ScheduleShape, Timeline, kept_at_once, timeline
+from autoshard.runtime.pipeline import ScheduleShape, Timeline, is_possible, kept_at_once, timeline
 
 _MOST_PLACES = 256
 """Places for a cut that the search considers: those where least is sent, alike in every layer."""
 
 
+StageOrder = tuple[str, int]
+"""The schedule of a pipeline, and the stages of each rank."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelinePrice:
-    """A step of a mesh with pp, of `microbatches`. One entry a stage: seconds, of a forward and of
-    a backward of one micro-batch; sent_bytes, to the next stage, of one micro-batch, whose gradient
-    comes back. memory: of each rank, which has the stages of its number, and with `interleaved`
-    those of as many ranks further on. idle: the part of the schedule that ranks wait. again: what
-    the rank that computes most again does in a step, and spares of all that it keeps at once."""
+    """A step of a mesh with pp, of `microbatches`, in the order of a schedule with so many stages a
+    rank. One entry a stage: seconds, of a forward and of a backward of one micro-batch; sent_bytes,
+    to the next stage, of one micro-batch, whose gradient comes back. memory: of each rank, which
+    has the stages of its number, and with `interleaved` those of as many ranks further on. idle:
+    the part of the schedule that ranks wait. again: what the rank that computes most again does in
+    a step, and spares of all that it keeps at once."""
 
     microbatches: int
     idle: float
+    order: StageOrder
     seconds: tuple[tuple[float, float], ...]
     memory: tuple[Footprint, ...]
     sent_bytes: tuple[int, ...]
@@ -77,6 +83,7 @@ class Scheduled:
     times: Timeline
     stages: tuple[StageSpan, ...]
     microbatches: int
+    order: StageOrder
     chosen: Mapping[int, Recomputation] = field(default_factory=dict)
 
 
@@ -120,6 +127,7 @@ def step_of(
         PipelinePrice(
             microbatches=microbatches,
             idle=one.times.idle,
+            order=one.order,
             seconds=one.seconds,
             memory=tuple(memory),
             sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
@@ -137,26 +145,22 @@ class GraphStages:
         whole: Profile,
         frontier: Frontier,
         machine: Cluster,
-        order: tuple[str, int],
         training: Training,
         cuts: bool = True,
     ) -> None:
-        """order: the schedule, and how many stages a rank has. cuts: whether anything can be
-        computed again."""
+        """cuts: whether anything can be computed again."""
         whole = replace(whole, fusing=None)  # nothing is one operator with collectives in a stage
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
-        self.machine, (self.schedule, self.chunks) = machine, order
+        self.machine = machine
         results = planned.serial.graph.output_node().all_input_nodes
         self.losses = sum(map(is_loss, results))
-        if self.losses != 1:  # backwards await the gradients of outputs
-            self.schedule = "gpipe"
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
         self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
         self._timelines: dict[tuple[object, ...], Timeline] = {}
-        self._scheduled: dict[tuple[int, int, int, Link], Scheduled | None] = {}
+        self._scheduled: dict[tuple[int, int, StageOrder, int, Link], Scheduled | None] = {}
 
     def can_run(self) -> bool:
         """Whether a search tries pipelines of the model: it returns a scalar loss, and writes to
@@ -170,11 +174,14 @@ class GraphStages:
         training: Training,
         microbatches: int,
         limit: int,
+        order: StageOrder,
     ) -> tuple[Profile, Footprint, Timing, PipelinePrice] | None:
         """The largest stage, the memory of its ranks, and a step, in which each computes again what
-        it must to hold at most `limit` bytes. None: no such cut."""
+        it must to hold at most `limit` bytes. None: no such cut, or no such order."""
+        if self.losses != 1:  # backwards await the gradients of outputs
+            order = "gpipe", order[1]
         link = self.machine.on(mesh).real_links["pp"]
-        key = mesh["pp"], microbatches, layout.experts, link
+        key = mesh["pp"], microbatches, order, layout.experts, link
         if key not in self._scheduled:
             self._scheduled[key] = self._schedule(*key)
         one = self._scheduled[key]
@@ -228,13 +235,13 @@ class GraphStages:
         return kept, beside, again
 
     def _schedule(
-        self, ranks: int, microbatches: int, experts: int, link: Link
+        self, ranks: int, microbatches: int, order: StageOrder, experts: int, link: Link
     ) -> Scheduled | None:
         """The stages of the cheapest cut, whatever the other data-parallel axes; None: too few
-        places."""
-        ends = [0, *self.places, len(self.nodes)]
-        stages = ranks * self.chunks
-        if len(ends) - 1 < stages:
+        places, or micro-batches."""
+        ends, (schedule, chunks) = [0, *self.places, len(self.nodes)], order
+        stages, shape = ranks * chunks, ScheduleShape(ranks, microbatches, chunks)
+        if len(ends) - 1 < stages or not is_possible(schedule, shape):
             return None
         axes = {**self.ranks, "ep": experts}
         sent, *waits = waits_of(self.whole, axes, self.machine.on(axes).real_links)
@@ -249,10 +256,9 @@ class GraphStages:
             return None
         cuts = [ends[i] for i in found.cuts]
         spans = list(zip([0, *cuts], [*cuts, len(self.nodes)]))
-        shape = ScheduleShape(ranks, microbatches, self.chunks)
-        live = [kept_at_once(self.schedule, shape, rank) for rank in range(ranks)]
+        live = [kept_at_once(schedule, shape, rank) for rank in range(ranks)]
         parts = [
-            self._part(a, b, live[stage % ranks][stage // ranks], sent)
+            self.part(a, b, live[stage % ranks][stage // ranks], sent)
             for stage, (a, b) in enumerate(spans)
         ]
         over = [link.seconds(*self.crossing[cut]) for cut in cuts]
@@ -268,11 +274,12 @@ class GraphStages:
             parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
-            times=timeline(self.schedule, microbatches, forward, backward, self.chunks),
+            times=timeline(schedule, microbatches, forward, backward, chunks),
             stages=tuple(
                 StageSpan(a, b, live[s % ranks][s // ranks]) for s, (a, b) in enumerate(spans)
             ),
             microbatches=microbatches,
+            order=order,
         )
 
     def _within(self, one: Scheduled, held: Sequence[Footprint], limit: int) -> Scheduled:
@@ -302,14 +309,14 @@ class GraphStages:
         if not chosen:
             return one
         ahead, back = ([each[i] for each in seconds] for i in (0, 1))
-        key = (one.microbatches, *seconds)
+        key, (schedule, chunks) = (one.order, one.microbatches, *seconds), one.order
         if key not in self._timelines:
-            made = timeline(self.schedule, one.microbatches, ahead, back, self.chunks)
+            made = timeline(schedule, one.microbatches, ahead, back, chunks)
             self._timelines[key] = made
         times = self._timelines[key]
         return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)
 
-    def _part(self, a: int, b: int, live: int, sent: Sequence[Sent]) -> Profile:
+    def part(self, a: int, b: int, live: int, sent: Sequence[Sent]) -> Profile:
         """The profile of the operators from a to b - 1, with the activations of `live`
         micro-batches. sent: by the operators of the whole graph."""
         kept, beside, again = self.kept

@@ -14,8 +14,8 @@ import torch
 
 import autoshard
 from autoshard.cli import main
-from autoshard.cli.checkpointing import checkpoint_layers
 from autoshard.errors import ConfigError
+from autoshard.model_source import checkpoint_layers
 from trtllm_oracle import make
 
 

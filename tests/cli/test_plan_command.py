@@ -51,17 +51,20 @@ def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFi
     assert main([*asked, "--batch", "8", "--sequence", "16", "--out", "plan.json"]) == 0
     said = capsys.readouterr()
     assert "4 x two-of-mine (2 a node, 1 GB each)" in said.out
+    assert ", the next of other axes, does " in said.out
     assert "* recommended: " in said.out and "options={'plan': 'plan.json'}" in said.out
     for mesh in ("dp_replicate=4", "dp_replicate=2 dp_shard=2", "dp_shard=4", "dp_shard=2 tp=2"):
         assert f"  {mesh}  " in said.out, mesh
     assert "tp=4" not in said.out  # a node has two devices
     assert said.err.splitlines() == [
-        "[1/16] tracing",
-        "[2/16] capturing",
-        "[3/16] planning tp=1",
-        "[4/16] planning cp=2",
-        "[5/16] planning tp=2",
-        "[16/16] comparing",
+        "[1/20] tracing",
+        "[2/20] capturing",
+        "[3/20] planning tp=1",
+        "[4/20] planning cp=2",
+        "[5/20] planning tp=2",
+        "[6/20] planning cp=2 x tp=2",
+        "[7/20] planning cp=2 x tp=1",
+        "[20/20] comparing",
     ]
     saved = autoshard.Plan.load("plan.json")
     assert saved.mesh and saved.parameters.keys() == {

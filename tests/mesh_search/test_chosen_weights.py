@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.mesh_search.search import MeshSearch, search_meshes
+from autoshard.mesh_search import MeshSearch, search_meshes
 from autoshard.planning.estimate import Training
 from autoshard.runtime.collectives import ONCE, TWICE, WHOLE
 from models_plain import Mixture

@@ -68,8 +68,8 @@ def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows, plans, solved, _ = counts(monkeypatch, 1, 4)
-    assert (rows, plans) == (9, 5), "tp and cp of 2 and 4, and neither"
-    assert 0 < solved <= 3 * 4, "three dearer bytes for each size of tp and cp"
+    assert (rows, plans) == (10, 6), "tp and cp of 2 and 4, neither, and both"
+    assert 0 < solved <= 3 * 5, "three dearer bytes for each size of tp and cp"
     for layers in (2, 4):
         budget = 325_000 * layers  # states on two ranks, and most of the activations
         assert 0 < counts(monkeypatch, layers, 2, {"tp": 2}, budget)[2] <= 3, "whatever the depth"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 import autoshard
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import PlanError
+from autoshard.mesh_search import MeshSearch, search_meshes
 from autoshard.mesh_search.factorisations import refusal
-from autoshard.mesh_search.search import MeshSearch, search_meshes
 from autoshard.planning.estimate import Training
 
 HIDDEN, ROWS, LAYERS = 256, 512, 6
@@ -82,10 +83,11 @@ def test_stages_share_the_model_and_wait_as_the_formula_says() -> None:
 def test_pp_is_tried_between_nodes_beside_what_runs_with_it() -> None:
     found = search(32)
     rows = [row for row in found.rows if "pp" in row.mesh]
-    assert {(row.mesh["pp"], row.mesh.get("tp", 1)) for row in rows} == {
-        (pp, tp) for pp in (2, 4) for tp in (1, 2, 4, 8)
-    }
-    assert len(rows) == 8  # the best way to divide the rest
+    beside = [tuple(row.mesh.get(name, 1) for name in ("pp", "cp", "tp")) for row in rows]
+    inner = [*((1, tp) for tp in (1, 2, 4, 8)), *((cp, 1) for cp in (2, 4, 8))]
+    inner += [(2, 2), (2, 4), (4, 2), (2, 8), (4, 8), (8, 8)]
+    tried = {(pp, *one) for pp in (2, 4) for one in inner if pp * math.prod(one) <= 32}
+    assert sorted(beside) == sorted(tried)  # once each, the best way to divide the rest
     assert found.best is not None and not refusal(found.best.mesh)
     for row in rows:
         assert row.refused == refusal(row.mesh)

@@ -14,7 +14,7 @@ from autoshard.building.pipeline.stage_graphs import PipelineStage
 from autoshard.building.pipeline.stage_memory import _differentiable
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.compiling.collectives import collectives_of
-from autoshard.mesh_search.factorisations import candidates, refusal, two_planned
+from autoshard.mesh_search.factorisations import candidates, combined, refusal
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_meshes
 from autoshard.passes import after_cut
@@ -131,8 +131,8 @@ def test_meshes_with_pp_are_tried_where_a_plan_serves_them() -> None:
     named = [set(mesh) for mesh in candidates(32, h100, ("cp", "tp", "ep"), stages=True)]
     assert any({"pp", "ep"} <= axes for axes in named)
     assert not any({"pp", "cp"} <= axes for axes in named)  # which has another plan there
-    assert {"pp": 2, "cp": 2, "tp": 8} in two_planned(32, h100)
-    assert not any("pp" in mesh for mesh in two_planned(8, h100))
+    assert {"pp": 2, "cp": 2, "tp": 8} in combined(32, h100)
+    assert not any("pp" in mesh for mesh in combined(8, h100))
 
 
 def test_experts_beside_cp_and_pp_are_priced_and_refused() -> None:

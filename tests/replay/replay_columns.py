@@ -28,7 +28,8 @@ from autoshard.errors import ConfigError, PlanError
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.spec import EngineSpec
 from autoshard.mesh_search.factorisations import candidates
-from autoshard.mesh_search.search import AXES, MeshSearch, search_captured
+from autoshard.mesh_search.prices import MeshSearch
+from autoshard.mesh_search.search import AXES, search_captured
 from autoshard.passes import WAIT
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, profile, timing
