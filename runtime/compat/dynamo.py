@@ -14,7 +14,7 @@ import torch._dynamo.variables.builtin as _builtins
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
@@ -205,14 +205,15 @@ def store_in_trace(
     Where the trace in progress, of plain parameters, is not also that of stored ones, Dynamo traces
     again (`RestartTrace`). A guard is made of what its expression says after the backend's call,
     and the frame finds its inputs by theirs. So the trace stands where each parameter was reached
-    in the dict of its module, where nothing but the whole value was asked of it and no guard is of
-    a class that `access` replaces, and where it neither is handed out nor kept by the frame.
+    in the dict of its module, where nothing but the whole value was asked of it, and where it
+    neither is handed out nor kept by the frame. What was asked of a module's class is then asked of
+    the one that the class of `access` extends.
     """
     tx: Any = InstructionTranslator.current_tx()
     scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
     guards = tx.output.guards.inner
     found = {item.source for item in inputs if item.real is not None and item.real in parameters}
-    classes: dict[str, type] = {}
+    classes: dict[str, tuple[list[Guard], type]] = {}
     readers: dict[str, Any] = {}
     stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx) and not _skips_tensors()
     for guard in guards if stands else ():
@@ -221,16 +222,24 @@ def store_in_trace(
         if read:
             module = guard.originating_source.base.base  # what has the dict that it is in
             readers[_name(module)] = module
-        classes.update({of: type(_said(of, scope)) for of in _OF_CLASS.findall(guard.name)})
+        for of in filter(None, map(_of_class, _chain(guard.originating_source))):
+            if isinstance(module := _said(of, scope), nn.Module):
+                classes.setdefault(of, ([], type(module)))[0].append(guard)
+            stands = stands and not isinstance(module, _Unsaid)
     moved: Mapping[Any, nn.Parameter] = store()
     now = [i if i.real is None else replace(i, real=moved.get(i.real, i.real)) for i in inputs]
+    replaced = {of for of, (_, cls) in classes.items() if type(_said(of, scope)) is not cls}
     if (
         not stands
-        or any(cls is _Unsaid or type(_said(of, scope)) is not cls for of, cls in classes.items())
+        or any(classes[of][1] is not _extended(type(_said(of, scope))) for of in replaced)
         or any(getattr(_said(name, scope), READS_AS, SINGLE) != SINGLE for name in readers)
-        or any(i.real is not None and not _is_as_traced(i, _said(i.source, scope)) for i in now)
+        or any(i.real is not None and not i.is_as_traced(_said(i.source, scope)) for i in now)
     ):
         raise RestartTrace(keep=moved)
+    for guard in {id(guard): guard for of in replaced for guard in classes[of][0]}.values():
+        source = _of_extended(guard.originating_source, replaced)
+        guards.discard(guard)
+        guards.add(Guard(source, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
     for module in readers.values():
         guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
     tx.output.__dict__["_autoshard_moved"] = moved  # Dynamo's records go by their ids
@@ -238,7 +247,6 @@ def store_in_trace(
 
 
 _PARAMETER = re.compile(r"([LG]\[.+?)\._parameters\['[^']+'\]")
-_OF_CLASS = re.compile(r"\btype\((.+?)\)\.")
 
 
 class _Unsaid:
@@ -250,6 +258,30 @@ def _said(expression: str, scope: dict[str, Any]) -> Any:
         return eval(expression, scope)
     except Exception:
         return _Unsaid()
+
+
+def _extended(cls: type) -> Any:
+    """The module's own class, which a class of `access` extends."""
+    return getattr(getattr(cls, "_autoshard", None), "cls", None)
+
+
+def _chain(source: Any) -> list[Any]:
+    """A source and those that it is reached by."""
+    return [] if source is None else [source, *_chain(getattr(source, "base", None))]
+
+
+def _of_class(source: Any) -> str:
+    """What a source is the class of, as an expression; "": it is of none."""
+    return _name(source.base) if isinstance(source, TypeSource) else ""
+
+
+def _of_extended(source: Any, replaced: Container[str]) -> Any:
+    """A source with the class that those of `replaced` have got extended in place of theirs."""
+    base = getattr(source, "base", None)
+    if base is None:
+        return source
+    made, at = replace(source, base=_of_extended(base, replaced)), _of_class(source) in replaced
+    return AttrSource(AttrSource(made, "_autoshard"), "cls") if at else made
 
 
 def _name(source: Any) -> str:
@@ -278,6 +310,7 @@ def _escapes(tx: Any) -> bool:
     effects, found = tx.output.side_effects, []
 
     def look(value: Any) -> None:
+        found.append(any(map(_of_class, _chain(value.source))))
         if isinstance(value, TensorVariable) and value.proxy.node.op == "placeholder":
             found.append(issubclass(value.class_type, nn.Parameter))
 
@@ -285,17 +318,6 @@ def _escapes(tx: Any) -> bool:
     values = [tx.stack, tx.symbolic_locals, written, list(effects.store_attr_mutations.values())]
     VariableTracker.visit(look, values)
     return any(found) or bool(effects.tensor_hooks)
-
-
-def _is_as_traced(item: GraphInput, now: Any) -> bool:
-    """Whether an input is found where it was, and like it was."""
-    real, fake = item.real, item.fake
-    if now is not real or real is None or fake is None or real.device != fake.device:
-        return False
-    if not isinstance(real, DTensor):
-        return True
-    asked = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (real, fake)]
-    return asked[0] == asked[1]
 
 
 def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:

@@ -18,6 +18,7 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,6 +64,16 @@ class GraphInput:
     of_model: bool
     real: torch.Tensor | None
     fake: Any
+
+    def is_as_traced(self, now: Any) -> bool:
+        """Whether the value is the one that is found there `now`, and like it was."""
+        real, fake = self.real, self.fake
+        if now is not real or real is None or fake is None or real.device != fake.device:
+            return False
+        if not isinstance(real, DTensor):
+            return True
+        asked = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (real, fake)]
+        return asked[0] == asked[1]
 
 
 _CONTAINERS = ("_modules", "_parameters", "_buffers")  # of a module, which a dotted path leaves out

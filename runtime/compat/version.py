@@ -57,6 +57,7 @@ torch._dynamo.mark_dynamic
 torch._dynamo.symbolic_convert.InstructionTranslator.current_tx
 torch._dynamo.symbolic_convert.TensorifyState
 torch._dynamo.source.AttrSource
+torch._dynamo.source.TypeSource
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
 torch._dynamo.variables.base.VariableTracker

@@ -143,11 +143,14 @@ def test_what_the_model_reads_itself_is_guarded(trained: Any) -> None:
 
 
 class Reads(Scaled):
-    """Asks more of a parameter than its value, by what is named."""
+    """Asks more of a parameter than its value, or of a class with parameters, by what is named."""
+
+    factor = 2.0
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.kept = what, None
+        self.shift = nn.Parameter(torch.zeros(LENGTH))
 
     def forward(self, x: torch.Tensor) -> Any:
         weight = self.layers[0].weight
@@ -155,6 +158,8 @@ class Reads(Scaled):
             self.kept = weight
         if self.what == "asks" and weight.grad is not None:
             x = x + 1
+        if "class" in self.what:
+            x = x * self.factor + self.shift
         x = super().forward(x)
         return (x, weight) if self.what == "returns" else x
 
@@ -162,7 +167,7 @@ class Reads(Scaled):
 @pytest.mark.parametrize(
     ("what", "traces"),
     [
-        *([("reads", 1), ("returns", 2), ("keeps", 2), ("asks", 2)]),
+        *([("reads", 1), ("reads of its class", 1), ("returns", 2), ("keeps", 2), ("asks", 2)]),
         *([("reads, as if it returned", 2), ("reads in no_sync", 2)]),
     ],
 )
@@ -194,7 +199,7 @@ def test_one_trace_serves_plain_and_stored_parameters(
         assert len(graphs) == traces
         (program,) = autoshard.programs(model)
         if "reads" in what:
-            other = autoshard.trace(Reads("reads"), (x,), mesh=mesh, inner="aot_eager")
+            other = autoshard.trace(Reads(what), (x,), mesh=mesh, inner="aot_eager")
             assert program.plan.text() == other.plan.text()
             nodes = [
                 [(n.op, n.name, n.meta["val"].shape) for n in [*one.serial.graph.nodes][:-1]]
