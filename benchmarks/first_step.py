@@ -2,6 +2,7 @@
 
     python benchmarks/first_step.py [--layers 8 32] [--meshes tp=2 dp_shard=2] [--json PATH]
     python benchmarks/first_step.py --kernels --layers 8 [--meshes tp=2]
+    python benchmarks/first_step.py --alone --layers 8 126 [--meshes tp=2]
 
 A Llama 256 wide, forward and backward, each row in a process of its own with empty caches: rank 0
 of two, of which the other is not there (collectives return at once). Seconds are CPU time of the
@@ -11,13 +12,15 @@ for `whole`, autoshard with AUTOSHARD_DISABLE=equal_layers, and `step` is the le
 milliseconds, `peak` the most bytes that tensors of a step hold.
 
 `regions` are the pieces of code that Inductor made of forward and backward. `ratio` is that of
-seconds to plain torch.compile's at the same depth.
+seconds to plain torch.compile's at the same depth, which --alone leaves out; `growth` to those of
+the same way at the first depth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--meshes", nargs="+", default=["tp=2", "dp_shard=2"], help="of two ranks")
     parser.add_argument("--kernels", action="store_true", help="compile and run them")
+    parser.add_argument("--alone", action="store_true", help="without plain torch.compile")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,17 +174,19 @@ def main() -> None:
         args.json.write_text(json.dumps(row(args.row, args.layers[0], args.kernels)))
         return
     phases = ["dynamo", "plan", "joint trace", "partition", "joint passes", "passes", "inductor"]
-    print(f"{'':16}{'layers':>7}{'regions':>8}{'total s':>8}{'ratio':>7}", end="")
+    print(f"{'':16}{'layers':>7}{'regions':>8}{'total s':>8}{'ratio':>7}{'growth':>7}", end="")
     print("".join(f"{phase:>13}" for phase in phases), *["  step ms   peak MB"][: args.kernels])
     rows: dict[str, Any] = {}
     for layers in args.layers:
         ends = (" whole", "") if args.kernels else ("",)
         ways = [f"{mesh}{end}" for mesh in args.meshes for end in ends]
-        for name in ["plain", *ways]:
+        for name in [*["plain"][args.alone :], *ways]:
             one = rows[f"{name}, {layers}"] = measured(name, layers, args.kernels)
-            ratio = one["seconds"]["total"] / rows[f"plain, {layers}"]["seconds"]["total"]
-            print(f"{name:16}{layers:7}{one['regions']:8}", end="")
-            print(f"{one['seconds']['total']:8.1f}{ratio:7.2f}", end="")
+            total = one["seconds"]["total"]
+            print(f"{name:16}{layers:7}{one['regions']:8}{total:8.1f}", end="")
+            for other in (f"plain, {layers}", f"{name}, {args.layers[0]}"):
+                beside = rows[other]["seconds"]["total"] if other in rows else math.nan
+                print(f"{total / beside:7.2f}", end="")
             print("".join(f"{one['seconds'].get(phase, 0):13.1f}" for phase in phases), end="")
             print(f"{one['step']:10.1f}{one['peak'] / 1e6:10.1f}" if args.kernels else "")
             sys.stdout.flush()

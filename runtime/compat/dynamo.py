@@ -370,7 +370,7 @@ def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
 
 
 def _skips_tensors() -> bool:
-    """Whether guards of the tensors in a dict that nobody wrote to are skipped, as in torch 2.11."""
+    """Whether guards of tensors in a dict that nobody wrote to are skipped, as by torch 2.11."""
     return bool(getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False))
 
 
