@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.building.pipeline.entry import _changes
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import ConfigError, PlanError
 from autoshard.planning import Plan
+from autoshard.runtime.compat import GraphInput
 from models import CASES
 
 HIDDEN, ROWS, BATCH = 32, 16, 8
@@ -149,3 +151,19 @@ def test_a_saved_plan_cuts_the_same_stages(tmp_path: Path) -> None:
     del body["pipeline"]["graphs"][key]  # of another graph nothing is known but its homes
     file.write_text(json.dumps(body))
     assert traced(plan=file).program.plan.firsts == cuts
+
+
+def test_one_dim_whose_size_changes_is_a_changing_input() -> None:
+    seen: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, given: Any) -> Any:
+        seen.extend(n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder"))
+        return gm.forward
+
+    x = torch.ones(BATCH, ROWS)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(torch.sin, backend=backend)(x)
+    fakes = [one for one in seen if isinstance(one, torch.Tensor)]
+    for fake, changes in ((fakes[0], True), (torch.ones(BATCH, ROWS), False)):
+        given = {"source": "L['x']", "name": "L.x", "key": "x", "of_model": False}
+        assert _changes(GraphInput(**given, real=x, fake=fake)) == changes

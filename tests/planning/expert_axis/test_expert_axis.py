@@ -21,7 +21,7 @@ from autoshard.planning import Plan, Request, fingerprint
 from autoshard.planning.cost import WAIT_SECONDS, collective_seconds
 from autoshard.planning.cost.clusters import Cluster, Machine
 from autoshard.planning.estimate import Layout
-from autoshard.planning.mixtures import ROWS, WEIGHTS, is_mixture
+from autoshard.planning.mixtures import ROWS, WEIGHTS, exchangeable, is_mixture
 from autoshard.planning.plan import GraphPlan, without_ep
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder
@@ -101,6 +101,17 @@ def least(problem: Any) -> float:
     for scope, table in scoped:
         total = total + table.reshape([sizes[v] if v in scope else 1 for v in range(len(sizes))])
     return float(total.min())
+
+
+def test_experts_that_make_no_number_of_rows_of_zeros_keep_their_rows() -> None:
+    """An expert's rows are filled up with zeros where they travel."""
+    gm, _ = asked(0, 1, {"ep": 2}, 3)
+    node = next(filter(is_mixture, gm.graph.nodes))
+    rows, shape, ids, stacks, body, *rest = node.args
+    assert exchangeable(node) == 6
+    for bad in ("log", "rsqrt"):
+        node.args = (rows, shape, ids, stacks, body.replace("aten.relu.", f"aten.{bad}."), *rest)
+        assert exchangeable(node) == 0
 
 
 MESHES = ({"ep": 2, "tp": 2}, {"ep": 2}, {"dp_shard": 2, "ep": 2, "cp": 2})

@@ -247,6 +247,7 @@ CASES: dict[str, Case] = {
     ],
     "gradients": lambda m: [
         *torch.autograd.grad(m(batch()).sum(), list(m.parameters())),
+        torch.stack([m[2].bias, m[2].bias]),  # nothing of them is to be reduced
         *torch.autograd.grad((m[0].weight[0] * batch()[0]).sum(), [m[0].weight]),
         *torch.autograd.grad(sum(p.abs().sum() for p in m.parameters()), list(m.parameters())),
     ],
