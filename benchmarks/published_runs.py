@@ -137,6 +137,7 @@ def priced(run: Run, layers: int, machine: Cluster) -> MeshPrice:
         planner={"bucket_bytes": one_layer // ranks},
         precision={"reduce": run.reduced},
         gradients={"defer": run.deferred},
+        memory={"chunk_loss": False},
         plan=plan,
     )
     return found.rows[0]
