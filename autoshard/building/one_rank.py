@@ -129,8 +129,8 @@ def build_program(
     if axis.size > 1:
         guard_divisible(serial, decisions.strategies, decisions.state, axis.size, inputs)
     if planned.outer is not None:
-        whole, before, n = planned.outer.serial, planned.outer.decisions, planned.outer.axis.size
-        guard_divisible(whole, before.strategies, before.state, n, inputs)
+        whole, chosen, n = planned.outer.serial, planned.outer.decisions, planned.outer.axis.size
+        guard_divisible(whole, chosen.strategies, chosen.state, n, inputs)
     program = built(planned, mesh, watch)
     artifact(f"autoshard_{watch.number:02}-plan", planned.plan.text)
     artifact(f"autoshard_{watch.number:02}-explain", lambda: explain(program, compiled=False))
