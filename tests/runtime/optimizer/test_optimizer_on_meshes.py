@@ -104,3 +104,9 @@ def beside_serial(sizes: Sizes, names: list[str]) -> dict[str, float]:
 def test_clipped_steps_are_those_of_one_device(gloo2: Any, sizes: Sizes) -> None:
     for worst in gloo2(beside_serial, sizes, [*OPTIMIZERS]):
         assert all(error < 1e-5 for error in worst.values()), worst
+
+
+@pytest.mark.slow
+def test_clipped_steps_on_two_axes_are_those_of_one_device(gloo4: Any) -> None:
+    for worst in gloo4(beside_serial, {"dp_shard": 2, "tp": 2}, [*OPTIMIZERS]):
+        assert all(error < 1e-5 for error in worst.values()), worst
