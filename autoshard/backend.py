@@ -172,7 +172,7 @@ def _compile(
     program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
     planned = unplanned_parameters(inputs, program)
     if planned and mesh.size > 1:
-        inputs = compat.store_in_trace(inputs, planned, lambda: store(planned, mesh, config))
+        compat.store_in_trace(inputs, planned, lambda: store(planned, mesh, config))
         given = gm, example_inputs, inputs, mesh, config, device, facts
         program = build_agreed(*given, before=program)
     program.chosen = choice.line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -196,11 +196,11 @@ SINGLE = "single"
 
 
 def store_in_trace(
-    inputs: Sequence[GraphInput],
+    inputs: list[GraphInput],
     parameters: Container[torch.Tensor],
     store: Callable[[], Mapping[nn.Parameter, nn.Parameter]],
-) -> list[GraphInput]:
-    """The inputs of the graph that a backend is compiling, once `store` has replaced `parameters`.
+) -> None:
+    """`store` replaces `parameters`, also among the inputs of the graph that a backend compiles.
 
     Where the trace in progress, of plain parameters, is not also that of stored ones, Dynamo traces
     again (`RestartTrace`). A guard is made of what its expression says after the backend's call,
@@ -243,7 +243,7 @@ def store_in_trace(
     for module in readers.values():
         guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
     tx.output.__dict__["_autoshard_moved"] = moved  # Dynamo's records go by their ids
-    return now
+    inputs[:] = now
 
 
 _PARAMETER = re.compile(r"([LG]\[.+?)\._parameters\['[^']+'\]")

@@ -156,7 +156,7 @@ def pipelined(
     new = unplanned(inputs, serial, program.placed())
     agree_on_program(serial, own, inputs, mesh, config, bool(new))
     if new:
-        inputs = compat.store_in_trace(inputs, new, lambda: store_at_home(new, mesh, config))
+        compat.store_in_trace(inputs, new, lambda: store_at_home(new, mesh, config))
         return pipelined(gm, example_inputs, inputs, mesh, config, device)
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode
     with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
