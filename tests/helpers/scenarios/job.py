@@ -132,6 +132,8 @@ class Job:
         """The mean over the data-parallel ranks of what each has of its own rows."""
         value = _plain(value).to(torch.float64)
         if self.ranks > 1:
+            if not dist.is_initialized():  # which the first compiled call does
+                dist.init_process_group("gloo")
             dist.all_reduce(value)  # tp ranks hold the same
             value /= dist.get_world_size()
         return value
