@@ -17,7 +17,7 @@ from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search.prices import Asked, MeshPrices
-from autoshard.mesh_search.rank_stages import joined, stage_footprint
+from autoshard.mesh_search.rank_stages import cut_units, joined, pass_seconds, stage_footprint
 from autoshard.mesh_search.search import planned_axes, prices_of
 from autoshard.mesh_search.stages import Scheduled, step_of
 from autoshard.planning import Prices
@@ -32,7 +32,6 @@ from autoshard.planning.estimate import (
     timing,
     waits_of,
 )
-from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime import compat
 from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once, timeline
 from repeated_layers import AFTER, BEFORE, Keeps, Pieces, pieces_of
@@ -205,27 +204,19 @@ def _pipeline(
         hidden = machine.efficiency.overlap
     over = (1 - hidden) * link.seconds(pieces.sent)
     axes = {"tp": row.mesh.get("tp", 1), "cp": row.mesh.get("cp", 1), **layout.ranks}
-    took: dict[str, tuple[float, float]] = {}
-    for kind, one in pieces.profiles.items():
-        _, ahead, back = waits_of(one, axes, machine.real_links)
-        took[kind] = sum(one.forward) + sum(ahead), sum(one.backward) + sum(back)
+    took = {
+        kind: pass_seconds(one, axes, machine.real_links) for kind, one in pieces.profiles.items()
+    }
     units = [BEFORE, *kinds, AFTER]
-    chain = Chain(
-        seconds=[sum(took[unit]) for unit in units],
-        sent=[0.0, *[2 * over] * (len(units) - 1), 0.0],
-        kept=[0.0] * len(units),
-    )
-    found = cut_stages(chain, ranks * chunks, once)
-    if found is None:
+    spans = cut_units(units, took, over, ranks * chunks, once)
+    if spans is None:
         raise LookupError(f"{len(units)} pieces are no {ranks * chunks} stages")
-    spans = list(zip([0, *found.cuts], [*found.cuts, len(units)]))
     live = [kept_at_once(row.schedule, shape, rank) for rank in range(ranks)]
     stages = [
-        pieces.joined(units[a:b], live[stage % ranks][stage // ranks])
-        for stage, (a, b) in enumerate(spans)
+        pieces.joined(span, live[stage % ranks][stage // ranks]) for stage, span in enumerate(spans)
     ]
     forward, backward = (
-        [sum(took[unit][which] for unit in units[a:b]) + over for a, b in spans] for which in (0, 1)
+        [sum(took[unit][which] for unit in span) + over for span in spans] for which in (0, 1)
     )
     times = timeline(row.schedule, once, forward, backward, chunks)
     one = Scheduled(

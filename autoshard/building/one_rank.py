@@ -78,16 +78,16 @@ def build_program(
     # with gradients off around the call, a graph of stored parameters is captured as another one;
     # and who watches the passes is shown all of them
     again = torch.is_grad_enabled() and not (settings().level or settings().folder)
-    prepared = again and before is not None and before.outer is None
-    if prepared:
-        assert before is not None
-        captured = before.serial
-    else:
+    prepared = before.serial if again and before is not None and before.outer is None else None
+    if prepared is None:
         with doing("capture"):
             captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
+    else:
+        captured = prepared
     say_stored(captured, inputs, config)
     machine = cluster.on(mesh.sizes)
-    asked = ask(captured, inputs, mesh, config, machine, watch, even, facts, room, None, prepared)
+    given = captured, inputs, mesh, config, machine, watch, even, facts, room
+    asked = ask(*given, prepared=prepared is not None)
     with doing("plan"):
         planned = asked.plan()
 

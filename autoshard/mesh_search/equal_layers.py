@@ -22,7 +22,13 @@ from autoshard.compiling import label, tandem_repeats
 from autoshard.errors import AutoshardError
 from autoshard.mesh_search.factorisations import AxisSizes
 from autoshard.mesh_search.prices import MeshPrices
-from autoshard.mesh_search.rank_stages import StageSpan, joined, stage_footprint
+from autoshard.mesh_search.rank_stages import (
+    StageSpan,
+    cut_units,
+    joined,
+    pass_seconds,
+    stage_footprint,
+)
 from autoshard.mesh_search.stages import Scheduled, StageOrder, step_of
 from autoshard.planning.cost import WAIT_SECONDS
 from autoshard.planning.estimate import (
@@ -33,7 +39,6 @@ from autoshard.planning.estimate import (
     timing,
     waits_of,
 )
-from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once, timeline
@@ -275,21 +280,12 @@ class Layers:
         if len(units) < ranks * chunks or not is_possible(schedule, shape):
             return None
         axes = {**self.choices.stages.ranks, **layout.ranks}
-        took = []
-        for part in self.parts:
-            _, ahead, back = waits_of(part, axes, machine.real_links)
-            took.append((sum(part.forward) + sum(ahead), sum(part.backward) + sum(back)))
+        took = {i: pass_seconds(one, axes, machine.real_links) for i, one in enumerate(self.parts)}
         sent = self._sent
         over = machine.real_links["pp"].seconds(sent)
-        chain = Chain(
-            seconds=[sum(took[unit]) for unit in units],
-            sent=[0.0, *[2 * over] * (len(units) - 1), 0.0],
-            kept=[0.0] * len(units),
-        )
-        cut = cut_stages(chain, ranks * chunks, count)
-        if cut is None:
+        spans = cut_units(units, took, over, ranks * chunks, count)
+        if spans is None:
             return None
-        spans = [units[a:b] for a, b in pairwise([0, *cut.cuts, len(units)])]
         live = [kept_at_once(schedule, shape, rank) for rank in range(ranks)]
         at_once = [live[i % ranks][i // ranks] for i in range(len(spans))]
         stages = [

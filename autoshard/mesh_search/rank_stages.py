@@ -7,17 +7,17 @@ once, however many micro-batches they keep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from torch import fx
 
 from autoshard.building import Planned
 from autoshard.planning import JoinedChoices, Recomputation
-from autoshard.planning.cost import Cluster
+from autoshard.planning.cost import Cluster, Link
 from autoshard.planning.estimate import (
     Cuts,
     Footprint,
@@ -30,7 +30,37 @@ from autoshard.planning.estimate import (
     Training,
     Walk,
     footprint,
+    waits_of,
 )
+from autoshard.planning.solver import Chain, cut_stages
+
+U = TypeVar("U", bound=Hashable)
+
+
+def pass_seconds(
+    part: Profile, ranks: Mapping[str, int], links: Mapping[str, Link]
+) -> tuple[float, float]:
+    """Seconds of a part's forward and backward, with the collectives that are waited for."""
+    _, ahead, back = waits_of(part, ranks, links)
+    return sum(part.forward) + sum(ahead), sum(part.backward) + sum(back)
+
+
+def cut_units(
+    units: Sequence[U], took: Mapping[U, tuple[float, float]], over: float, stages: int, count: int
+) -> list[Sequence[U]] | None:
+    """The units of each stage of a pipeline, cut for `count` micro-batches; None: there are fewer.
+
+    took: seconds forward and backward of a unit. over: those of what one sends to the next.
+    """
+    chain = Chain(
+        seconds=[sum(took[unit]) for unit in units],
+        sent=[0.0, *[2 * over] * (len(units) - 1), 0.0],
+        kept=[0.0] * len(units),
+    )
+    found = cut_stages(chain, stages, count)
+    if found is None:
+        return None
+    return [units[a:b] for a, b in pairwise([0, *found.cuts, len(units)])]
 
 
 def joined(parts: Sequence[Profile]) -> Profile:

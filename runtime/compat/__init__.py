@@ -41,6 +41,7 @@ from autoshard.runtime.compat.compiled_modules import (
 from autoshard.runtime.compat.dynamo import (
     ONLY_IN_OURS,
     READ_WHOLE,
+    READS_AS,
     at_first_call,
     lighten_guards,
     specialize_floats,

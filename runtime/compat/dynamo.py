@@ -191,9 +191,6 @@ def specialize_floats(gm: fx.GraphModule) -> None:
 READS_AS = "_autoshard_sync"
 """The attribute of a module with stored parameters that says as what a graph reads them."""
 
-SINGLE = "single"
-"""Its value outside of `no_sync`, and what a trace of plain parameters is of."""
-
 
 def store_in_trace(
     inputs: list[GraphInput],
@@ -228,11 +225,12 @@ def store_in_trace(
             stands = stands and not isinstance(module, _Unsaid)
     moved: Mapping[Any, nn.Parameter] = store()
     now = [i if i.real is None else replace(i, real=moved.get(i.real, i.real)) for i in inputs]
+    reading = [_said(name, scope) for name in readers]  # in `no_sync` not as their class has it
     replaced = {of for of, (_, cls) in classes.items() if type(_said(of, scope)) is not cls}
     if (
         not stands
         or any(classes[of][1] is not _extended(type(_said(of, scope))) for of in replaced)
-        or any(getattr(_said(name, scope), READS_AS, SINGLE) != SINGLE for name in readers)
+        or any(getattr(m, READS_AS, 0) != getattr(type(m), READS_AS, 0) for m in reading)
         or any(i.real is not None and not i.is_as_traced(_said(i.source, scope)) for i in now)
     ):
         raise RestartTrace(keep=moved)

@@ -178,7 +178,7 @@ def _references_of_unshared() -> int:
 # Attributes of modules. Not in one record: Dynamo guards `_SYNC` in each call, and would guard the
 # record, too.
 _INSIDE = "_autoshard_inside_no_sync"
-_SYNC = "_autoshard_sync"
+_SYNC = compat.READS_AS
 
 
 @contextlib.contextmanager
