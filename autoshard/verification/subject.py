@@ -16,7 +16,7 @@ from autoshard.errors import ConfigError
 from autoshard.model_source import callable_named, model_and_call
 from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.pipeline import Withheld
-from autoshard.runtime.randomness import draw_apart
+from autoshard.runtime.randomness import draw_for
 
 Key = tuple[str, str, int | None]
 """What is compared: its kind ("loss", "output", "gradient", "parameter" or "buffer"), its name, and
@@ -170,7 +170,7 @@ class Run:
     def _backward(self, number: int, index: int, batch: Any) -> dict[Key, torch.Tensor]:
         if len(self.parts) > 1:
             self._use_buffers(index)
-            draw_apart(index)
+            draw_for(index)
         torch.manual_seed(self.subject.seed + number)
         args, kwargs = batch
         output = self.call(*args, **kwargs)

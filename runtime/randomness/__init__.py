@@ -20,6 +20,7 @@ from autoshard.runtime.randomness.draws import (
     bernoulli,
     bernoulli_p,
     draw_apart,
+    draw_for,
     dropout,
     exponential,
     feature_dropout,

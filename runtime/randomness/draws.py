@@ -31,20 +31,28 @@ _library = torch.library.Library("autoshard", "FRAGMENT")
 VERSION = "v1"
 _int64 = torch.iinfo(torch.int64)
 _stream = 0
+_stands_for = 0
 
 
 def draw_apart(stream: int) -> None:
     """Let this process draw from stream number `stream` (0 at first) of every seed.
 
-    For ranks that hold different batches: their index along the data-parallel axes.
+    For ranks that hold different batches: their index along the data-parallel axes. A compiled
+    model sets it at each call.
     """
     global _stream
     _stream = stream
 
 
+def draw_for(rank: int) -> None:
+    """Let this process, alone in its mesh, draw as data-parallel rank `rank` of a larger one."""
+    global _stands_for
+    _stands_for = rank
+
+
 def _random_seed(device: torch.device) -> torch.Tensor:
     drawn = torch.randint(_int64.min, _int64.max, (), device="cpu")
-    return _apart(drawn, _stream).to(device, non_blocking=True)
+    return _apart(drawn, _stream + _stands_for).to(device, non_blocking=True)
 
 
 def _apart(seed: torch.Tensor, stream: int) -> torch.Tensor:

@@ -19,12 +19,13 @@ import jobs
 import mistakes
 from autoshard.cli import main
 from autoshard.errors import ConfigError
+from autoshard.runtime.randomness import draw_for
 from autoshard.verification import comparison as measuring
 from autoshard.verification import local_world
 from autoshard.verification.comparison import Comparison
 from autoshard.verification.local_world import WorldError
 from autoshard.verification.proof import Proof, worst
-from autoshard.verification.subject import Subject, chunks
+from autoshard.verification.subject import Run, Subject, chunks
 from models_hf import sequence_parallel_llama
 
 
@@ -47,6 +48,21 @@ def test_equal_with_dropout() -> None:
     assert "EQUAL: mesh tp=2, 2 steps" in str(proof) and "drew those of the mesh" in str(proof)
     assert said[0] == "starting 3 processes"
     assert {"serial model: step 2 of 2", "2 ranks: step 2 of 2"} <= set(said)
+
+
+def test_the_serial_model_draws_for_each_data_parallel_rank() -> None:
+    """Two ranks with equal batches have masks apart, at every step, compiled once."""
+    subject = Subject(source=faults.dropping)
+    model, args, kwargs = subject.load()
+    options = {"rng": "invariant", "inner": "aot_eager"}
+    call = torch.compile(model, backend="autoshard", options=options)
+    run = Run(subject, model, call, {0: (args, kwargs), 1: (args, kwargs)}, 0.1)
+    try:
+        for step in range(2):
+            found = run.step(step)
+            assert not torch.equal(found["loss", "loss", 0], found["loss", "loss", 1])
+    finally:
+        draw_for(0)
 
 
 def test_a_fault_through_processes(
