@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import row_table
 from autoshard.planning.cost import Link, cluster
 from autoshard.planning.estimate import Layout, Profile, SavedForBackward
 from published_rows import layout_of, priced, question_of
@@ -61,6 +62,19 @@ def test_the_words_of_a_row_are_its_question() -> None:
     with pytest.raises(LookupError, match="micro-batches"):
         _ = counted.steps
     assert rate(replace(row, tokens=None, tflops=5.0), [replace(row, tokens=8.0, tflops=10.0)]) == 4
+
+
+def test_rows_that_differ_in_a_rate_are_not_priced_by_one_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(row_table, "traced", lambda one, body, row, machine: machine.efficiency)
+    traces, row, h100 = row_table.Traces({"small": {}}), Row(**ROW), cluster("h100")
+    found: list[Any] = []
+    for one in (row, replace(row, float8="tensorwise"), replace(row, float8="rowwise")):
+        machine = of_program(h100, one)
+        found.append(traces.get(question_of(row, "none"), one, machine))
+        assert found[-1] == machine.efficiency
+    assert found[0] is found[1] and found[2] != found[1]
 
 
 def test_the_bubble_and_the_activations_of_interleaved_stages() -> None:
