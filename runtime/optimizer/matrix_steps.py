@@ -106,13 +106,19 @@ class StepOperator:
         else:
             count = len(self.args)
             args, kwargs = given[:count], dict(zip(self.kwargs, given[count:]))
-        if rows is not None and name_of(self.func) in _SIZED:
-            args = [_resized(x, rows) for x in args]
+        if rows is not None and (at := self.size_at(rows.all)) is not None:
+            args = [*args[:at], [rows.here, *args[at][1:]], *args[at + 1 :]]
         found = self.func(*args, **kwargs)
         made = [found] if isinstance(found, torch.Tensor) else pytree.tree_leaves(found)
         for value, tensor in zip(outs, made):
             if type(value) is MatrixValue:
                 known[id(value)] = tensor
+
+    def size_at(self, count: int) -> int | None:
+        """Which of its arguments is a size that begins with this number."""
+        args = enumerate(self.args) if name_of(self.func) in _SIZED else ()
+        sizes = [at for at, x in args if isinstance(x, (list, tuple)) and list(x[:1]) == [count]]
+        return sizes[0] if sizes else None
 
     def flops(self) -> float:
         """Of one that runs on wholes."""
@@ -172,48 +178,39 @@ class Division(NamedTuple):
             of_stack = [x for x in operator.values if id(x) in stacked]
             if any(id(x) not in known for x in operator.values):
                 return False  # a state that is not of the stack's shape
-            if of_stack and not _keeps_rows(operator, of_stack, shape[0]):
+            begins = bool(of_stack) or operator.size_at(shape[0]) is not None
+            if begins and not _keeps_rows(operator, of_stack, shape[0]):
                 return False
             made = {id(x) for x in operator.results()}
             known |= made
-            if of_stack or _begins_with(operator, shape[0]):
+            if begins:
                 stacked |= made
         return all(id(x) in stacked and x.shape == shape for x in (*self.sent, *self.returned))
 
 
-_SIZED = {"view", "_unsafe_view", "reshape", "expand", "zeros", "ones", "full", "empty"} | {
-    *("new_zeros", "new_ones", "new_full", "new_empty"),
-}
+_VIEWS = {"view", "_unsafe_view", "reshape"}
+_MADE = {"zeros", "ones", "full", "empty"}
+_SIZED = {"expand", *_VIEWS, *_MADE, *(f"new_{name}" for name in _MADE)}
 _BATCHED = {"bmm", "baddbmm", *_FACTOR_CUBED}
 _REDUCTIONS = {"linalg_vector_norm", "norm", "sum", "mean", "amax", "amin", "var", "std"}
 
 
-def _resized(x: Any, rows: Rows) -> Any:
-    """A size of all of a stack as the size of what is here."""
-    sizes = isinstance(x, (list, tuple)) and list(x[:1]) == [rows.all]
-    return [rows.here, *x[1:]] if sizes else x
-
-
-def _begins_with(operator: StepOperator, count: int) -> bool:
-    sizes = [x for x in operator.args if isinstance(x, (list, tuple)) and len(x)]
-    return name_of(operator.func) in _SIZED and any(x[0] == count for x in sizes)
-
-
 def _keeps_rows(operator: StepOperator, stacked: Sequence[MatrixValue], count: int) -> bool:
-    """Whether an operator leaves the first dim of the values of a stack alone."""
-    name, rank, results = name_of(operator.func), stacked[0].dim(), operator.results()
+    """Whether an operator leaves the first dim of the values of a stack alone; of none of them,
+    makes a stack of equal matrices."""
+    name, results, own = name_of(operator.func), operator.results(), {id(x) for x in stacked}
+    rank = (*stacked, *results)[0].dim()
+    others = [x for x in operator.values if id(x) not in own]
+    if any(x.dim() != rank for x in stacked) or any(x.dim() >= rank and len(x) > 1 for x in others):
+        return False
     if not all(x.dim() and x.shape[0] == count for x in (*stacked, *results)):
         return False
-    if any(x.dim() != rank for x in stacked):
-        return False
     if is_elementwise(operator.func):
-        own = {id(x) for x in stacked}
-        others = [x for x in operator.values if id(x) not in own]
-        return all(x.dim() < rank or x.shape[0] == 1 for x in others)
+        return True
     if name in _BATCHED:
         return rank > 2
     if name in _SIZED:
-        return name != "expand" or results[0].dim() == rank
+        return bool(stacked) if name in _VIEWS else results[0].dim() == rank
     lists = [x for x in (*operator.args, operator.kwargs.get("dim")) if isinstance(x, list)]
     if name in _REDUCTIONS:
         return any(x and all(dim % rank for dim in x) for x in lists)

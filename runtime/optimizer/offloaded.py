@@ -38,13 +38,17 @@ def part_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a value of the parameter's shape: stored alike, or whole; of a value of
     another shape itself."""
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        placed = parameter.device_mesh, parameter.placements
-        if isinstance(value, DTensor) and (value.device_mesh, value.placements) != placed:
+        if isinstance(value, DTensor) and not _placed_alike(value, parameter):
             value = value.full_tensor()
         if not isinstance(value, DTensor):
             axes = axes_of(parameter.device_mesh)
             return owned(local_part(value.detach(), stored_states(parameter), axes))
     return compat.local_of(value) if isinstance(value, DTensor) else value
+
+
+def _placed_alike(a: DTensor, b: DTensor) -> bool:
+    one, other = compat.spec_of(a), compat.spec_of(b)
+    return one is other or (one.placements == other.placements and one.mesh == other.mesh)
 
 
 def on_host(

@@ -118,12 +118,7 @@ class PlainPart:
         p = self.parameter
         self.local = local = compat.local_of(p) if isinstance(p, DTensor) else p
         if local is not p:
-            gradient = p.grad
-            if isinstance(gradient, DTensor) and _placed_alike(gradient, p):
-                gradient = compat.local_of(gradient)
-            elif gradient is not None:
-                gradient = part_of(p, gradient)
-            local.grad = gradient
+            local.grad = None if p.grad is None else part_of(p, p.grad)
         kept = self.kept
         for name, value in held.items():
             if name not in kept or kept[name][0] is not value:
@@ -150,11 +145,6 @@ class PlainPart:
             stored = whole and name != "step" and isinstance(p, DTensor)
             held[name] = like(p, value) if stored else value  # type: ignore[arg-type]
             kept[name] = held[name], value
-
-
-def _placed_alike(a: DTensor, b: torch.Tensor) -> bool:
-    one, other = compat.spec_of(a), compat.spec_of(b)  # type: ignore[arg-type]
-    return one is other or (one.placements == other.placements and one.mesh == other.mesh)
 
 
 class WaysOfSteps:

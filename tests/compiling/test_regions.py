@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.compiling.regions import GraphPart, parts_of
+from autoshard.compiling.stretches import tandem_repeats
 from autoshard.passes import COLLECTIVES
 from autoshard.program import Program
 from autoshard.runtime.compat.inductor_regions import compile_parts, in_regions
@@ -67,6 +70,40 @@ def graphs(axis: str, layers: int, other: int | None = None) -> tuple[fx.GraphMo
     running = built(layers, other)({axis: size}, planner={"bucket_bytes": 8000}).running
     assert running.backward is not None
     return running.forward, running.backward
+
+
+def repeated(labels: str, start: int, period: int) -> int:
+    """How often the period that begins there is there, one after another."""
+    alike = range(start, len(labels) - period)
+    run = next((i for i in alike if labels[i] != labels[i + period]), max(len(labels) - period, 0))
+    return (run - start) // period + 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_repeats_are_those_of_all_that_are_there(seed: int) -> None:
+    draw = random.Random(seed)
+    labels = ""
+    for _ in range(draw.randint(1, 3)):
+        labels += "".join(draw.choices("vwxyz", k=draw.randint(0, 12)))
+        layer = "".join(draw.sample("abcdefghijklmnopqr", draw.randint(7, 18)))
+        labels += layer * draw.randint(1, 5) + layer[: draw.randint(0, 4)]
+    found = tandem_repeats(labels)
+    for start, period, count in found:
+        assert period >= 8 and count >= 3 and repeated(labels, start, period) >= count
+    most = 0
+    for start, period in itertools.product(range(len(labels)), range(8, len(labels) // 2 + 1)):
+        if (count := repeated(labels, start, period)) >= 3:
+            most = max(most, (count - 1) * period)
+            # all of it is in what was found, but for less than three of its periods
+            inside = [
+                s <= i < s + p * c
+                for i in range(start, start + period * count)
+                for s, p, c in found
+            ]
+            assert sum(inside) > (count - 3) * period
+    assert most == max(((count - 1) * period for _, period, count in found), default=0)
+    ends = [start + period * count for start, period, count in found]
+    assert all(a <= b for a, (b, *_) in zip(ends, found[1:]))
 
 
 def regions(gm: fx.GraphModule) -> list[GraphPart]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.compat.compiled_modules import EAGER, IN_PARTS, WHOLE, way_to_run
+from autoshard.runtime.compat.compiled_modules import EAGER, IN_PARTS, WHOLE, _method, way_to_run
 
 
 class Parent(nn.Module):
@@ -76,6 +76,9 @@ class Model(Parent):
     def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         yield self(x)
 
+    def blocks_of(self) -> torch.Tensor:
+        return self(torch.ones(1, 2))
+
     def recursive(self, x: torch.Tensor, n: int) -> torch.Tensor:
         return self.recursive(self(x), n - 1) if n else x
 
@@ -109,3 +112,35 @@ def test_what_has_no_source_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> No
         if line:
             monkeypatch.setitem(linecache.cache, "<string>", (len(line), None, [line], "<string>"))
         assert way_to_run(Model(), made["method"]) == (EAGER, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "compiled"),
+    [
+        ("over_layers", (), ["over_layers"]),
+        ("over_tokens", (), ["parts"]),
+        ("sample", (2,), ["parts"]),
+        ("stream", (), []),
+        ("blocks_of", (), []),  # without data
+    ],
+)
+def test_a_method_returns_what_it_returns_by_itself(
+    name: str, given: tuple[int, ...], compiled: list[str]
+) -> None:
+    model, told, seen = Model().eval(), list[Any](), list[str]()
+
+    def compile_(fn: Any) -> Any:
+        seen.append(fn.__name__)
+        return fn
+
+    args = (torch.randn(9, 2), *given) if name != "blocks_of" else ()
+    options = {"tp": 2}
+    method = _method(compile_, getattr(model, name), [options], lambda *one: told.append(one))
+    for _ in range(2):
+        found, want = method(model, *args), getattr(Model, name)(model, *args)
+        if name == "stream":
+            found, want = next(found), next(want)
+        assert isinstance(found, torch.Tensor) and torch.equal(found, want)
+    assert [one for one in seen if one != "_call_impl"] == compiled
+    assert told == ([] if compiled or name == "stream" else [([model], options)])
+    assert model._compiled_call_impl is None

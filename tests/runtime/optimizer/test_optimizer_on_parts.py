@@ -281,6 +281,19 @@ def test_parameters_that_are_whole_on_each_rank_are_stepped_whole(mesh: DeviceMe
     assert of(made[1]).on_parts and equal(parts(held, made[1]), parts(plain, made[0]))
 
 
+@pytest.mark.parametrize("states", [{"dp_shard": "S(0)"}, {}])
+def test_gradients_may_lie_otherwise(states: dict[str, str], mesh: DeviceMesh) -> None:
+    """None is sent for what is here: on this mesh nothing would come."""
+    (_, plain, *_), (_, held, *_) = parameters(mesh), parameters(mesh)
+    whole = torch.randn(8, 3)
+    part = whole.chunk(2)[mesh.get_rank()]
+    plain.grad, local = like(plain, part.clone()), part if states else whole
+    held.grad = as_stored(wrap_local(local.clone(), whole.shape, states, mesh))
+    optim.SGD([plain], lr=0.1).step()
+    autoshard.optimizer(optim.SGD([held], lr=0.1)).step()
+    assert torch.equal(held.detach().to_local(), plain.detach().to_local())
+
+
 @pytest.mark.parametrize("order", ["host first", "host last"])
 def test_the_host_steps_parts_in_either_order(order: str, mesh: DeviceMesh) -> None:
     plain, held = parameters(mesh), parameters(mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.runtime.mesh import init_mesh
+from autoshard.runtime.optimizer.matrix_steps import MatrixStep, Rows
+from autoshard.runtime.optimizer.owned_steps import run_all
 from autoshard.runtime.parameters import local_part, stored_states, wrap_local
 from autoshard.runtime.parameters.eager.stored_tensor import as_parameter, as_stored
 from joined_batch import Sizes
@@ -161,6 +163,69 @@ def test_stacks_of_experts(gloo2: Any, sizes: Sizes, placed: Any) -> None:
             each = [high - low for low, high in rows]
             assert sorted(each) == [count // 2, -(-count // 2)]
             assert "ep" not in sizes or each == [-(-count // 2), count // 2]
+
+
+#: Steps of a stack (a cube: no size tells one dim from another) of which each matrix is by itself;
+#: and those of which it is not.
+BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "products": lambda p, g: p.sub_(g @ g.mT @ g),
+    "of each": lambda p, g: p.sub_(g @ g / g.norm(dim=(-2, -1), keepdim=True)),
+    "of each column": lambda p, g: p.sub_(g @ g / (1 + g.abs().sum(dim=1, keepdim=True))),
+    "eigenvectors": lambda p, g: p.sub_(torch.linalg.eigh(g @ g.mT).eigenvectors),
+    "permuted": lambda p, g: p.sub_(g @ g.permute(-3, -1, -2)),
+    "transposed": lambda p, g: p.sub_(g @ g.transpose(1, -1)),
+    "identities": lambda p, g: p.sub_(g @ g + torch.eye(4).expand(4, 4, 4)),
+    "like it": lambda p, g: p.sub_(g @ (g @ g + g.new_ones(4, 4, 4))),
+    "made": lambda p, g: p.sub_(g @ torch.full((4, 4, 4), 2.0)),
+    "one for all": lambda p, g: p.sub_(g @ g * torch.ones(1, 4, 4).cumsum(2)),
+    "of the last dim": lambda p, g: p.sub_(g @ g * torch.arange(4.0)),
+}
+TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
+    "a norm over it": lambda p, g: p.sub_(g @ g / g.norm(dim=-3, keepdim=True)),
+    "a sum over it": lambda p, g: p.sub_(g @ g * g.sum(dim=-3).view(4, 1, 4)),
+    "a sum over it and more": lambda p, g: p.sub_(g @ g * g.sum(dim=(0, 1)).view(4, 1, 1)),
+    "a mean of all": lambda p, g: p.sub_(g @ g * g.mean()),
+    "permuted": lambda p, g: p.sub_(g @ g.permute(1, 0, 2)),
+    "permuted from behind": lambda p, g: p.sub_(g @ g.permute(-1, -2, -3)),
+    "transposed": lambda p, g: p.sub_(g @ g.transpose(-3, -1)),
+    "the first": lambda p, g: p.sub_(g @ g[0]),
+    "one after another": lambda p, g: p.sub_((g @ g).cumsum(0)),
+    "a dim before it": lambda p, g: p.sub_(g @ g * g.sum(dim=(1, 2)).expand(4, 4)),
+    "repeated": lambda p, g: p.sub_(g @ torch.eye(4).repeat(4, 1, 1)),
+    "its numbers": lambda p, g: p.sub_(g @ g * torch.arange(4.0).view(4, 1, 1)),
+    "its numbers, in full": lambda p, g: p.sub_(g @ torch.arange(64.0).view(4, 4, 4)),
+    "all rows at once": lambda p, g: p.sub_(g @ torch.eye(4)),
+    "a state": lambda p, g: (p.sub_(g @ g), torch.eye(4).repeat(4, 1, 1))[1],
+    "a number": lambda p, g: (p.sub_(g @ g), g.sum(dim=(1, 2)))[1],
+    "a matrix": lambda p, g: p.sub_(torch.linalg.eigh(g).eigenvectors),
+}
+STACK_OF = {"products": (3, 4, 4), "not: a number": (1, 4, 4), "not: a matrix": (4, 4)}
+
+
+@pytest.mark.parametrize("name", [*BY_ROWS, *(f"not: {one}" for one in TOGETHER)])
+def test_a_stack_is_stepped_by_the_matrix_where_each_is_by_itself(name: str) -> None:
+    step = BY_ROWS[name] if name in BY_ROWS else TOGETHER[name.removeprefix("not: ")]
+    p, g = torch.randn(2, *STACK_OF.get(name, (4, 4, 4)))
+    run = MatrixStep(p.shape, p.device)
+    values = run.value(p.shape, p.dtype), run.value(g.shape, g.dtype)
+    with run:
+        kept = step(*values)
+    division = run.divide([kept], values[:1])
+    assert division.is_by_rows(p.shape) == (name in BY_ROWS)
+
+    def stepped(a: int, b: int, rows: Rows | None) -> torch.Tensor:
+        known = dict(zip(map(id, values), (p[a:b].clone(), g[a:b])))
+        run_all(division.before, known)
+        run_all(division.at_owner, known, {id(values[0]), *map(id, division.returned)}, rows)
+        run_all(division.after, known)
+        return known[id(values[0])]
+
+    found, count = stepped(0, len(p), None), len(p)
+    if name in BY_ROWS:
+        parts = [stepped(a, b, Rows(b - a, count)) for a, b in ((0, 1), (1, count))]
+        assert torch.equal(torch.cat(parts), found)
+    step(p, g)
+    assert torch.equal(found, p)
 
 
 @pytest.mark.slow
