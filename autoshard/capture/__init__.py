@@ -5,4 +5,4 @@ from __future__ import annotations
 from autoshard.capture.guards import guard_divisible
 from autoshard.capture.interception import device_type, example_device, intercept
 from autoshard.capture.interpreter import execution
-from autoshard.capture.serial_graph import capture
+from autoshard.capture.serial_graph import capture, global_fakes

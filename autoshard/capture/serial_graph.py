@@ -105,7 +105,13 @@ def capture(
     return result
 
 
-def _fake_mode(found: list[Any]) -> FakeTensorMode:
+def global_fakes(values: Sequence[Any]) -> list[Any]:
+    """Inputs of a graph as plain fakes of their global shapes."""
+    mode = _fake_mode(values)
+    return [_plain(value, mode) for value in values]
+
+
+def _fake_mode(found: Sequence[Any]) -> FakeTensorMode:
     """The mode of the placeholders' fakes; TracingContext's own may be another one."""
     for value in found:
         if isinstance(value, torch.Tensor) and (fake := _inner_fake(value)) is not None:

@@ -27,6 +27,7 @@ from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
+from autoshard.capture import global_fakes
 from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
@@ -36,7 +37,7 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.lazy_gather import LazyGather
+from autoshard.runtime.lazy_gather import Arrivals, LazyGather
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -136,7 +137,7 @@ def pipelined(
     The first graph of a model stores its parameters, and is cut again.
     """
     if not any(isinstance(item.real, nn.Parameter) for item in inputs):
-        return compile_local(gm, list(example_inputs), config.inner)
+        return _on_wholes(gm, example_inputs, inputs, config)
     _hold_sizes(inputs)
     axis = mesh.axis("pp")
     sharing, machine = mesh.sharing[::-1], cluster_of(device)
@@ -169,6 +170,27 @@ def pipelined(
     agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
     compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
     return _runner(program, rank, inputs, mesh, config, device, microbatch)
+
+
+def _on_wholes(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: Sequence[compat.GraphInput],
+    config: Config,
+) -> Callable[..., Any]:
+    """A graph without parameters, such as a loss behind a graph break: every rank runs it, on the
+    wholes of what an earlier graph has returned."""
+    arrivals = Arrivals(
+        {i: I for i, item in enumerate(inputs) if isinstance(item.real, LazyGather)}, ()
+    )
+    compiled = compile_local(gm, global_fakes(example_inputs), config.inner)
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        arrivals.take(values)
+        return compiled(*values)
+
+    return run
 
 
 def _hold_sizes(inputs: Sequence[compat.GraphInput]) -> None:
