@@ -150,8 +150,27 @@ def ambient() -> dict[str, Setting]:
     }
 
 
+PARTS = _names(
+    """
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh divide fix greater greater_equal
+    less less_equal multiply negative not_equal subtract true_divide
+    column_stack concatenate dstack hstack row_stack vstack
+    atleast_1d atleast_2d atleast_3d cartesian_prod fliplr flipud isclose meshgrid moveaxis
+    ravel reshape_as sum_to_size swapaxes swapdims take_along_dim view_as
+    chain_matmul cross ger inner kron tensordot trapezoid trapz
+    frobenius_norm std std_mean var var_mean
+    kl_div margin_ranking_loss poisson_nll_loss
+    gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell
+    """
+)
+"""Composites without a sharding rule, of parts that have one: other names, sums, joins, losses.
+One of them that stayed whole would gather its operands, and could not be cut into micro-batches."""
+
+
 class AutocastMode(FunctionalTensorMode):
     """Pre-dispatch functionalisation that also applies autocast, as a stack of settings.
+
+    An operator of `PARTS` is recorded as what it is made of.
 
     settings: what is on at the start, by device type. `parameters` are the ids of inputs whose
     lower-precision copy is made once a region, as eager's cache does (the gradient of every use is
@@ -200,10 +219,18 @@ class AutocastMode(FunctionalTensorMode):
                     if any(name in group for group in policy[:5] for name in names):
                         args, kwargs = self._cast(func, names, device, args, kwargs)
                         with self._off():
-                            return super().__torch_dispatch__(func, types, args, kwargs)
+                            return self._recorded(func, types, args, kwargs)
                     if names[0] in policy.inside and _on(device, args, kwargs):
                         with self:
                             return func.decompose(*args, **kwargs)
+        return self._recorded(func, types, args, kwargs)
+
+    def _recorded(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "namespace", "") == "aten" and func.overloadpacket.__name__ in PARTS:
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:  # some overloads are operators of their own
+                return found
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _cast(

@@ -14,6 +14,7 @@ import autoshard
 from autoshard.capture import interpreter
 from autoshard.capture.serial_graph import capture
 from autoshard.errors import CaptureError
+from autoshard.planning.rules.registry import rules_for
 from capturing import Fn, Recorder, check, x48
 
 # Composite operators stay whole
@@ -46,6 +47,40 @@ def test_composite_stays_whole(target: str) -> None:
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     recorder = check(Fn(lambda self, *args: fn(*args)), inputs)
     assert [t for t in recorder.targets() if t != "aten.arange.default"] == [target]
+
+
+def every_part(x: torch.Tensor, y: torch.Tensor, cell: torch.Tensor) -> list[torch.Tensor]:
+    """Composites that have no sharding rule, and parts that have one."""
+    gates = cell.repeat(3, 1)
+    joins = [f([x, y]) for f in (torch.concatenate, torch.hstack, torch.vstack, torch.dstack)]
+    joins += [torch.column_stack([x, y]), torch.row_stack([x, y]), torch.cartesian_prod(x[0], y[0])]
+    names = [torch.multiply(x, y), torch.subtract(x, y), torch.divide(x, 2), torch.negative(x)]
+    names += [torch.absolute(x), torch.arctan(x), torch.true_divide(x, y), torch.fix(x)]
+    where = [torch.where(f(x, y), x, y) for f in (torch.less, torch.greater, torch.not_equal)]
+    views = [x.moveaxis(0, 1), x.swapaxes(0, 1), x.ravel(), x.view_as(y), x.flipud(), x.fliplr()]
+    views += torch.meshgrid(x[0], y[0], indexing="ij")
+    sums = [torch.var(x), torch.std(x, 0), *torch.var_mean(x, 1)]
+    products = [
+        torch.inner(x, y),
+        torch.tensordot(x, y, 2),
+        torch.kron(x, y),
+        torch.ger(x[0], y[0]),
+    ]
+    losses = [F.kl_div(x, y, reduction="batchmean"), F.poisson_nll_loss(x, y.exp())]
+    losses.append(F.margin_ranking_loss(x, y, y.sign()))
+    taken = torch.take_along_dim(x, y.argsort(-1), -1)
+    cells = [torch.gru_cell(x, y, gates, gates), torch.rnn_tanh_cell(x, y, cell, cell)]
+    return [*joins, *names, *where, *views, *sums, *products, *losses, taken, *cells]
+
+
+def test_what_has_no_rule_is_recorded_as_its_parts() -> None:
+    inputs = [torch.rand(4, 4, requires_grad=True) + 0.1 for _ in range(3)]
+    model = Fn(lambda self, *given: every_part(*given))
+    recorder = check(model, inputs)
+    calls = [n for n in recorder.graph.graph.nodes if n.op == "call_function"]
+    targets = {n.target for n in calls if isinstance(n.target, torch._ops.OpOverload)}
+    assert len(targets) > 30
+    assert not [one for one in targets if rules_for(one) is None]
 
 
 def test_an_empty_constant_on_meta() -> None:

@@ -214,6 +214,9 @@ def views() -> Iterator[Sample]:
     yield Sample("aten.split.sizes", (f(4, 6), [2, 4], -1))
     yield Sample("aten.split_with_sizes", (f(4, 6), [2, 4], 1))
     yield Sample("aten.chunk", (f(4, 6), 3, -1))
+    yield Sample("aten.unsafe_split.Tensor", (f(4, 6), 2, 1))
+    yield Sample("aten.unsafe_split_with_sizes", (f(4, 6), [2, 4], 1))
+    yield Sample("aten.unsafe_chunk", (f(4, 6), 3, -1))
     # fused dims, taken apart while they are sharded
     yield Sample("aten.chunk", (f(3, 16), 2, -1), n=BOTH)
     yield Sample("aten.split.Tensor", (f(2, 24, 3), 8, 1), n=BOTH)
@@ -394,6 +397,14 @@ def layers() -> Iterator[Sample]:
     yield Sample("aten.upsample_linear1d", (f(2, 4, 4), [8], False))
     yield Sample("aten.upsample_bilinear2d", (f(2, 4, 4, 4), [8, 8], False))
     yield Sample("aten.upsample_bicubic2d", (f(2, 4, 4, 4), [8, 8], False))
+    yield Sample("aten.upsample_trilinear3d.vec", (f(2, 4, 2, 2, 2), None, False, [2.0] * 3))
+    for k in (1, 2, 3):
+        yield Sample(f"aten._upsample_nearest_exact{k}d", (f(2, 4, *[4] * k), [8] * k))
+    for kind in ("bilinear", "bicubic"):
+        yield Sample(f"aten._upsample_{kind}2d_aa", (f(2, 4, 4, 4), [3, 3], False))
+    for k in (2, 3):
+        image, grid = f(2, 4, *[4] * k), f(2, *[4] * k, k).tanh()
+        yield Sample("aten.grid_sampler", (image, grid, 0, 0, False))
 
 
 def losses() -> Iterator[Sample]:

@@ -145,6 +145,9 @@ VIEWS: dict[str, RuleEntry] = {
             "aten.split",
             "aten.split_with_sizes",
             "aten.chunk",
+            "aten.unsafe_split",
+            "aten.unsafe_split_with_sizes",
+            "aten.unsafe_chunk",
             "aten.tensor_split.sections",
             "aten.tensor_split.indices",
         ],
@@ -266,10 +269,21 @@ LAYERS: dict[str, RuleEntry] = {
     **{f"aten.max_pool{k}d": along(except_last(k), linear=False) for k in (1, 2, 3)},
     **{f"aten.avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
     **{f"aten.adaptive_avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
-    **{f"aten.upsample_nearest{k}d": along(except_last(k)) for k in (1, 2, 3)},
+    **{
+        f"aten.{kind}{k}d": along(except_last(k))
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for k in (1, 2, 3)
+    },
     "aten.upsample_linear1d": along(except_last(1)),
-    "aten.upsample_bilinear2d": along(except_last(2)),
-    "aten.upsample_bicubic2d": along(except_last(2)),
+    **dict.fromkeys(
+        [
+            *("aten.upsample_bilinear2d", "aten._upsample_bilinear2d_aa"),
+            *("aten.upsample_bicubic2d", "aten._upsample_bicubic2d_aa"),
+        ],
+        along(except_last(2)),
+    ),
+    "aten.upsample_trilinear3d": along(except_last(3)),
+    "aten.grid_sampler": ("* b c Y X, b y x D -> b c y x", "* b c Z Y X, b z y x D -> b c z y x"),
 }
 
 LOSSES: dict[str, RuleEntry] = {
