@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,6 @@ import torch.nn.functional as F
 from autoshard.export.to_tensorrt.converters import DTYPES
 
 Values = Sequence[Any]
-
-
-class Kind(NamedTuple):
-    """A kind of layer: the name of its class, and (layer, inputs) -> outputs."""
-
-    cls: str
-    run: Callable[[Any, Values], Sequence[torch.Tensor]]
-
 
 _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -29,7 +21,6 @@ _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "POW": torch.pow,
     "AND": torch.logical_and,
     "OR": torch.logical_or,
-    "XOR": torch.logical_xor,
     "EQUAL": torch.eq,
     "GREATER": torch.gt,
     "LESS": torch.lt,
@@ -49,7 +40,6 @@ _UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "FLOOR": torch.floor,
     "CEIL": torch.ceil,
     "NOT": torch.logical_not,
-    "SIGN": torch.sign,
 }
 _ACTIVATION: dict[str, Callable[..., torch.Tensor]] = {
     "RELU": torch.relu,
@@ -68,12 +58,6 @@ _REDUCE: dict[str, Callable[..., torch.Tensor]] = {
 
 def _dims(mask: int) -> list[int]:
     return [d for d in range(8) if mask >> d & 1]
-
-
-def _own_type(layer: Any) -> str:
-    """The operation of an activation layer, whose `type` hides the kind of the layer."""
-    name: str = layer.type.name
-    return name
 
 
 def _shuffle(layer: Any, given: Values) -> list[torch.Tensor]:
@@ -269,45 +253,34 @@ def attend(layer: Any, given: Values) -> torch.Tensor:
     return (scores @ value).to(query.dtype)
 
 
-LAYERS: dict[str, Kind] = {
-    "CONSTANT": Kind("IConstantLayer", lambda layer, given: []),
-    "CAST": Kind(
-        "ICastLayer", lambda layer, given: [given[0].to(DTYPES[layer.get_output_type(0).name])]
-    ),
-    "IDENTITY": Kind("IIdentityLayer", lambda layer, given: [given[0]]),
-    "ELEMENTWISE": Kind(
-        "IElementWiseLayer", lambda layer, given: [_ELEMENTWISE[layer.op.name](*given)]
-    ),
-    "UNARY": Kind("IUnaryLayer", lambda layer, given: [_UNARY[layer.op.name](given[0])]),
-    "ACTIVATION": Kind(
-        "IActivationLayer", lambda layer, given: [_ACTIVATION[_own_type(layer)](given[0])]
-    ),
-    "SHUFFLE": Kind("IShuffleLayer", _shuffle),
-    "SLICE": Kind("ISliceLayer", _slice),
-    "SHAPE": Kind("IShapeLayer", lambda layer, given: [torch.tensor(list(given[0].shape))]),
-    "CONCATENATION": Kind(
-        "IConcatenationLayer", lambda layer, given: [torch.cat(list(given), layer.axis)]
-    ),
-    "CONVOLUTION": Kind("IConvolutionLayer", _convolution),
-    "POOLING": Kind("IPoolingLayer", _pooling),
-    "GATHER": Kind("IGatherLayer", _gather),
-    "SCATTER": Kind("IScatterLayer", _scatter),
-    "MATRIX_MULTIPLY": Kind("IMatrixMultiplyLayer", _matmul),
-    "REDUCE": Kind(
-        "IReduceLayer",
-        lambda layer, given: [_REDUCE[layer.op.name](given[0], _dims(layer.axes), layer.keep_dims)],
-    ),
-    "SOFTMAX": Kind("ISoftMaxLayer", _softmax),
-    "TOPK": Kind("ITopKLayer", _topk),
-    "SELECT": Kind(
-        "ISelectLayer", lambda layer, given: [torch.where(given[0], given[1], given[2])]
-    ),
-    "FILL": Kind("IFillLayer", _fill),
-    "CUMULATIVE": Kind("ICumulativeLayer", _cumulative),
-    "NORMALIZATION": Kind("INormalizationLayer", _norm),
-    "UNSQUEEZE": Kind("IUnsqueezeLayer", _unsqueeze),
-    "SQUEEZE": Kind("ISqueezeLayer", _squeeze),
-    "DEQUANTIZE": Kind("IDequantizeLayer", _dequantize),
-    "KV_CACHE_UPDATE": Kind("IKVCacheUpdateLayer", _cache),
+LAYERS: dict[str, Callable[[Any, Values], Sequence[torch.Tensor]]] = {
+    "CONSTANT": lambda layer, given: [],
+    "CAST": lambda layer, given: [given[0].to(DTYPES[layer.get_output_type(0).name])],
+    "IDENTITY": lambda layer, given: [given[0]],
+    "ELEMENTWISE": lambda layer, given: [_ELEMENTWISE[layer.op.name](*given)],
+    "UNARY": lambda layer, given: [_UNARY[layer.op.name](given[0])],
+    "ACTIVATION": lambda layer, given: [_ACTIVATION[layer.type.name](given[0])],
+    "SHUFFLE": _shuffle,
+    "SLICE": _slice,
+    "SHAPE": lambda layer, given: [torch.tensor(list(given[0].shape))],
+    "CONCATENATION": lambda layer, given: [torch.cat(list(given), layer.axis)],
+    "CONVOLUTION": _convolution,
+    "POOLING": _pooling,
+    "GATHER": _gather,
+    "SCATTER": _scatter,
+    "MATRIX_MULTIPLY": _matmul,
+    "REDUCE": lambda layer, given: [
+        _REDUCE[layer.op.name](given[0], _dims(layer.axes), layer.keep_dims)
+    ],
+    "SOFTMAX": _softmax,
+    "TOPK": _topk,
+    "SELECT": lambda layer, given: [torch.where(given[0], given[1], given[2])],
+    "FILL": _fill,
+    "CUMULATIVE": _cumulative,
+    "NORMALIZATION": _norm,
+    "UNSQUEEZE": _unsqueeze,
+    "SQUEEZE": _squeeze,
+    "DEQUANTIZE": _dequantize,
+    "KV_CACHE_UPDATE": _cache,
 }
-"""The layers the interpreter knows, by the name of their LayerType."""
+"""The layers the interpreter knows, (layer, inputs) -> outputs, by the name of their LayerType."""

@@ -10,8 +10,10 @@ and attention is no layer that can be listed; both are recorded at the call, by 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
@@ -107,11 +109,12 @@ class NetworkInterpreter:
 
     def __init__(self, network: Network, spy: Spy, axis: Axis | None = None) -> None:
         trt, definition = network.trt, network.definition
-        self.trt, self.axis = trt, axis
+        self.axis = axis
         self.lowering, self.constants = network.lowering, dict(network.lowering.constants)
         self.inputs = [definition.get_input(i) for i in range(definition.num_inputs)]
         self.outputs = [definition.get_output(i) for i in range(definition.num_outputs)]
         self.recorded = {one.layer.name: one for one in spy.collectives}
+        self.classes = {name.lower(): getattr(trt, name) for name in dir(trt)}
         self.steps = self._ordered(definition, spy.attentions)
 
     def new_weights(self) -> NewWeights:
@@ -146,27 +149,22 @@ class NetworkInterpreter:
             if kind not in LAYERS and kind != "DIST_COLLECTIVE":
                 raise export_error(f"the interpreter has no layer {kind} ({layer.name})")
             if kind in LAYERS:
-                layer.__class__ = getattr(self.trt, LAYERS[kind].cls)
+                layer.__class__ = self.classes[f"i{kind.lower().replace('_', '')}layer"]
             reads = [layer.get_input(i) for i in range(layer.num_inputs)]
             makes = [layer.get_output(i) for i in range(layer.num_outputs)]
             left.append((kind, layer, reads, makes))
         for one in attentions:
             reads = [one.get_input(i) for i in range(3)] + [one.mask, one.key_value_lengths]
             left.append(("ATTENTION", one, reads, [one.get_output(0)]))
-        known = {tensor.name for tensor in self.inputs}
-        steps: list[Any] = []
-        while left:
-            waiting = []
-            for step in left:
-                if all(t is None or t.name in known for t in step[2]):
-                    steps.append(step)
-                    known.update(t.name for t in step[3])
-                else:
-                    waiting.append(step)
-            if len(waiting) == len(left):
-                raise export_error(f"layer {left[0][1].name} reads what nothing makes")
-            left = waiting
-        return steps
+        maker = {tensor.name: i for i, step in enumerate(left) for tensor in step[3]}
+        given = {tensor.name for tensor in self.inputs}
+        order: TopologicalSorter[int] = TopologicalSorter()
+        for i, (_, layer, reads, _) in enumerate(left):
+            needed = {t.name for t in reads if t is not None} - given
+            if needed - maker.keys():
+                raise export_error(f"layer {layer.name} reads what nothing makes")
+            order.add(i, *(maker[name] for name in needed))
+        return [left[i] for i in order.static_order()]
 
     def __call__(self, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run once. feeds: a tensor for each input; shapes must fit those of the network."""
@@ -187,13 +185,10 @@ class NetworkInterpreter:
                             del values[tensor.name]
         return {tensor.name: values[tensor.name] for tensor in self.outputs}
 
-    def _reads(self) -> dict[str, int]:
+    def _reads(self) -> Counter[str]:
         """How often each value is read, outputs once more."""
-        counts: dict[str, int] = {}
         tensors = [t for _, _, reads, _ in self.steps for t in reads if t is not None]
-        for tensor in [*tensors, *self.outputs]:
-            counts[tensor.name] = counts.get(tensor.name, 0) + 1
-        return counts
+        return Counter(tensor.name for tensor in [*tensors, *self.outputs])
 
     def _run(self, kind: str, layer: Any, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         if kind == "CONSTANT":
@@ -203,7 +198,7 @@ class NetworkInterpreter:
             return [attend(layer, given)]
         if kind == "DIST_COLLECTIVE":
             return [self._collective(layer, given[0])]
-        return LAYERS[kind].run(layer, given)
+        return LAYERS[kind](layer, given)
 
     def _collective(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         recorded = self.recorded[layer.name]
