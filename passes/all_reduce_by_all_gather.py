@@ -20,8 +20,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
-from autoshard.passes.lib.bucketing import ALL_GATHER, ALL_REDUCE, WAIT, aten, member
+from autoshard.passes.base import Context, Pass, Report, maker
+from autoshard.passes.lib.bucketing import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    WAIT,
+    aten,
+    member,
+    replace_members,
+)
 from autoshard.planning.cost import ONE_SHOT_BYTES
 
 
@@ -43,17 +50,13 @@ class AllReduceByAllGather(Pass, optional=True):
             if not val.is_floating_point() or n * found.nbytes > ONE_SHOT_BYTES:
                 report.skip(node, f"{n} x {found.nbytes} bytes of {val.dtype}")
                 continue
+            make = maker(node, self.name)
             with gm.graph.inserting_before(node):
-                row = (found.source, 0)
-                sent = emit(gm.graph, node, aten.unsqueeze.default, row, provenance=self.name)
-                args = (sent, n, ctx.axis.group)
-                gathered = emit(gm.graph, node, ALL_GATHER, args, provenance=self.name)
+                row = make(aten.unsqueeze.default, found.source, 0)
+                gathered = make(ALL_GATHER, row, n, ctx.axis.group)
             with gm.graph.inserting_before(found.wait):
-                parts = emit(gm.graph, node, WAIT, (gathered,), provenance=self.name)
-                whole = emit(gm.graph, node, reduction, (parts, [0]), provenance=self.name)
-            found.wait.replace_all_uses_with(whole)
-            gm.graph.erase_node(found.wait)
-            gm.graph.erase_node(node)
+                whole = make(reduction, make(WAIT, gathered), [0])
+            replace_members([found], [whole])
             report.hits += 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -144,6 +145,22 @@ def emit(
     return node
 
 
+def maker(like: fx.Node, provenance: str, **more: Any) -> Callable[..., fx.Node]:
+    """Emits an operator with its arguments in the graph of `like`, on its behalf. more: as of
+    `emit`."""
+
+    def make(target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(like.graph, like, target, args, kwargs, provenance=provenance, **more)
+
+    return make
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Let everybody read `new` instead of a node, which goes."""
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 def set_region(node: fx.Node, like: fx.Node | None) -> None:
     """Put a node into the region of activation checkpointing that `like` is in; None: into none."""
     for key in _REGION:
@@ -179,12 +196,8 @@ def set_value(node: fx.Node) -> None:
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     target: Any = node.target
     with torch.no_grad():
-        mode = _fake_mode(args, kwargs)
-        if mode is None:
+        with _fake_mode(args, kwargs) or nullcontext():
             val = target(*args, **kwargs)
-        else:
-            with mode:
-                val = target(*args, **kwargs)
     node.meta["val"] = val
     tensors = [t for t in pytree.tree_leaves(val) if isinstance(t, torch.Tensor)]
     if tensors:

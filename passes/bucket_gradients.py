@@ -30,14 +30,13 @@ from autoshard.passes.lib.bucketing import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     WAIT,
-    Maker,
     Member,
     aten,
+    bucket_maker,
     fill,
     last_collectives,
     member,
-    numel,
-    replace,
+    replace_members,
     sort_stable,
 )
 from autoshard.planning import RESHAPES, packet
@@ -111,7 +110,7 @@ def _undivided(source: fx.Node) -> fx.Node:
 def _continue(graph: fx.Graph, wait: fx.Node, bucket: list[Member], provenance: str) -> None:
     """Reduce the bucket that ended in `wait` once more, instead of its pieces."""
     first = bucket[0]
-    make = Maker(graph, bucket, provenance)
+    make = bucket_maker(bucket, provenance)
     pieces = list(wait.users)
     with graph.inserting_after(wait):
         at = wait
@@ -124,7 +123,7 @@ def _continue(graph: fx.Graph, wait: fx.Node, bucket: list[Member], provenance: 
         reduced = make(WAIT, started)
     for piece in pieces:
         piece.replace_input_with(wait, reduced)
-    replace(bucket, [_undivided(one.source) for one in bucket])
+    replace_members(bucket, [_undivided(one.source) for one in bucket])
     _erase_unread(bucket)
 
 
@@ -133,9 +132,9 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     scatter = first.target is REDUCE_SCATTER
     ranks = first.args[2] if scatter else 1
     assert isinstance(ranks, int)
-    sizes = [numel(one.source.meta["val"].shape) // ranks for one in bucket]
+    sizes = [one.source.meta["val"].numel() // ranks for one in bucket]
     starts, total = aligned(sizes, ranks)
-    make = Maker(graph, bucket, provenance)
+    make = bucket_maker(bucket, provenance)
     with graph.inserting_before(last):
         rows: list[fx.Node] = []
         ends = [*starts[1:], total]
@@ -153,7 +152,7 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
         for one, size, start in zip(bucket, sizes, starts, strict=True):
             part = make(aten.slice.Tensor, reduced, 0, start, start + size)
             results.append(make(aten.reshape.default, part, list(one.wait.meta["val"].shape)))
-    replace(bucket, results)
+    replace_members(bucket, results)
     _erase_unread(bucket)
 
 

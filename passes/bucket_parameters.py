@@ -26,6 +26,7 @@ of even size).
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,13 +38,13 @@ from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     GATHER_TOGETHER,
     WAIT,
-    Maker,
     Member,
     aten,
+    bucket_maker,
     fill,
+    made_from,
     member,
-    numel,
-    replace,
+    replace_members,
 )
 from autoshard.planning import LOOKUPS, packet
 
@@ -94,15 +95,13 @@ def _members(graph: fx.Graph, group: str) -> list[Member]:
 
 def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
     first = bucket[0].node
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    needed = set().union(*(_made_from_inputs(one.source) for one in bucket))
-    for node in sorted(needed, key=position.__getitem__):
-        if position[node] > position[first]:  # what stands before it may have users there
-            first.prepend(node)
+    # what stands before it may have users there
+    for node in sorted(set().union(*(made_from(one.source, first) for one in bucket))):
+        first.prepend(node)
     small = [one for one in bucket if one.nbytes < _SMALL and not _is_looked_up(one.wait)]
     packed = small if len(small) > 1 else []
     apart = [one for one in bucket if one not in packed]
-    make = Maker(graph, bucket, provenance)
+    make = bucket_maker(bucket, provenance)
     with graph.inserting_before(first):
         sources = [one.source for one in apart]
         if packed:
@@ -115,8 +114,8 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
             results = [make(operator.getitem, started, i) for i in range(len(sources))]
         waits = [make(WAIT, result) for result in results]
         unpacked = _unpack(make, waits[-1], packed) if packed else []
-    replace(apart, waits[: len(apart)])
-    replace(packed, unpacked)
+    replace_members(apart, waits[: len(apart)])
+    replace_members(packed, unpacked)
 
 
 _SMALL = 1 << 18  # bytes: what costs less to copy than to wait for by itself
@@ -132,13 +131,13 @@ def _is_looked_up(weight: fx.Node) -> bool:
     )
 
 
-def _unpack(make: Maker, gathered: fx.Node, packed: list[Member]) -> list[fx.Node]:
+def _unpack(make: Callable[..., fx.Node], gathered: fx.Node, packed: list[Member]) -> list[fx.Node]:
     """The weights in a flat result: each rank's part of it is one row."""
     ranks: Any = packed[0].node.args[1]
     rows = make(aten.reshape.default, gathered, [ranks, -1])
     results, start = [], 0
     for one in packed:
-        end = start + numel(one.source.meta["val"].shape)
+        end = start + one.source.meta["val"].numel()
         columns = make(aten.slice.Tensor, rows, 1, start, end)
         whole = make(aten.reshape.default, columns, list(one.wait.meta["val"].shape))
         if not whole.meta["val"].is_contiguous():
@@ -148,10 +147,3 @@ def _unpack(make: Maker, gathered: fx.Node, packed: list[Member]) -> list[fx.Nod
         results.append(whole)
         start = end
     return results
-
-
-def _made_from_inputs(node: fx.Node) -> set[fx.Node]:
-    """The nodes between graph inputs and `node`, itself included."""
-    if node.op != "call_function":
-        return set()
-    return {node}.union(*(_made_from_inputs(n) for n in node.all_input_nodes))

@@ -39,7 +39,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker, replace
 from autoshard.passes.lib.layouts import arrange, reads_strides
 from autoshard.planning import same_shape
 from autoshard.runtime.graph_meta import DIFF
@@ -111,8 +111,7 @@ class Canonicalize(Pass):
                 report.hits += _reshape(node)
             report.skip(node, "the graph returns it")
             return
-        node.replace_all_uses_with(same)
-        graph.erase_node(node)
+        replace(node, same)
         report.hits += 1
 
     @staticmethod
@@ -128,8 +127,7 @@ class Canonicalize(Pass):
         elif strides is not None:
             report.skip(node, f"{strides.name} depends on strides")
         else:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
+            replace(node, node.all_input_nodes[0])
             report.hits += 1
 
 
@@ -240,15 +238,12 @@ def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
     want, have = other.meta["val"], source.meta["val"]
     new = source
     if (want.dtype, want.device) != (have.dtype, have.device):
-        options = {"dtype": want.dtype, "device": want.device}
+        make = maker(node, Canonicalize.name)
         with graph.inserting_before(node):
-            new = emit(
-                graph, node, aten._to_copy.default, (source,), options, provenance=Canonicalize.name
-            )
+            new = make(aten._to_copy.default, source, dtype=want.dtype, device=want.device)
     elif graph.output_node() in node.users:
         return False
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace(node, new)
     return True
 
 
@@ -267,30 +262,23 @@ def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
     numbers = all(n is None or isinstance(n, int) for n in (size, *given))
     if not val.is_complex() or written.dtype != val.dtype or not numbers:
         return False
-
-    def made(op: OpOverload, *args: Any) -> fx.Node:
-        return emit(graph, node, op, args, provenance=Canonicalize.name)
-
+    made = maker(node, Canonicalize.name)
     if _step(node) != 1:
         with graph.inserting_before(node):
             real = [made(aten.view_as_real.default, each) for each in (target, part)]
             one = dim % val.dim(), *(given + [None, None])[:2], _step(node)
             whole = made(aten.slice_scatter.default, *real, *one)
-            node.replace_all_uses_with(made(aten.view_as_complex.default, whole))
-        graph.erase_node(node)
+            replace(node, made(aten.view_as_complex.default, whole))
         return True
     start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
-
     end = max(start, end)
-
     with graph.inserting_before(node):
         parts = [part if sliced else made(aten.unsqueeze.default, part, dim)]
         if start:
             parts.insert(0, made(aten.slice.Tensor, target, dim, 0, start))
         if end < size:
             parts.append(made(aten.slice.Tensor, target, dim, end, size))
-        node.replace_all_uses_with(made(aten.cat.default, parts, dim))
-    graph.erase_node(node)
+        replace(node, made(aten.cat.default, parts, dim))
     return True
 
 
@@ -310,11 +298,7 @@ def _cat(graph: fx.Graph, node: fx.Node) -> bool:
     if len(full) > 1:
         node.args = (full, *node.args[1:])
         return True
-    options = {"memory_format": torch.contiguous_format}
+    make = maker(node, Canonicalize.name)
     with graph.inserting_before(node):
-        new = emit(
-            graph, node, aten.clone.default, (full[0],), options, provenance=Canonicalize.name
-        )
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+        replace(node, make(aten.clone.default, full[0], memory_format=torch.contiguous_format))
     return True

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, maker, user_line
 from autoshard.planning import serial_name, tensor_bytes
 from autoshard.planning.chunked_loss import (
     NAMES,
@@ -120,17 +120,10 @@ class ChunkLoss(Pass, optional=True):
             **({"over": tuple(over)} if over else {}),
         }
         with gm.graph.inserting_before(node):
-            hidden, weight, bias = self._operands(gm.graph, head)
+            hidden, weight, bias = self._operands(head)
             rest = (given[name] for name in NAMES[1:])
-            new = emit(
-                gm.graph,
-                node,
-                chunked_cross_entropy,
-                (hidden, weight, bias, *rest),
-                options,
-                provenance=self.name,
-                value=node,
-            )
+            make = maker(node, self.name, value=node)
+            new = make(chunked_cross_entropy, hidden, weight, bias, *rest, **options)
         node.replace_all_uses_with(new)
         _withhold(gm, returned)
         for one in (node, *copies, *head.chain):
@@ -139,16 +132,14 @@ class ChunkLoss(Pass, optional=True):
         most = chunk_size(classes, 1 if axis is None else axis.size)
         return rows_a_chunk(rows, most, hidden.meta["val"].shape[-1])
 
-    def _operands(self, graph: fx.Graph, head: Head) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    def _operands(self, head: Head) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         """Hidden states of the rows that count, weight [classes, width] and bias."""
         product = head.chain[-1]
         hidden, weight, bias = head.operands
         for cut in reversed(head.cuts):
-            given = (hidden, *cut.args[1:])
-            hidden = emit(graph, cut, aten.slice.Tensor, given, provenance=self.name)
+            hidden = maker(cut, self.name)(aten.slice.Tensor, hidden, *cut.args[1:])
         if product.target is not aten.linear.default:
-            turned = aten.t.default
-            weight = emit(graph, product, turned, (weight,), provenance=self.name, value="unknown")
+            weight = maker(product, self.name, value="unknown")(aten.t.default, weight)
         return hidden, weight, bias
 
     def _returned(self, gm: fx.GraphModule, head: Head, node: fx.Node) -> list[int]:

@@ -41,8 +41,8 @@ from autoshard.passes.base import (
     Context,
     Pass,
     Report,
-    emit,
     local_value,
+    maker,
     set_recomputed,
     set_region,
 )
@@ -94,9 +94,7 @@ class DataParallel(Pass):
 
         `gm.meta[PENDING_INPUTS]` lists the further inputs, as `PendingInput`.
         """
-        nodes = list(gm.graph.nodes)
-        position = {node: i for i, node in enumerate(nodes)}
-        placeholders = [node for node in nodes if node.op == "placeholder"]
+        placeholders = gm.graph.find_nodes(op="placeholder")
         gm.meta[PENDING_INPUTS] = []
         for index, states in self.states.items():
             node = placeholders[index]
@@ -106,11 +104,11 @@ class DataParallel(Pass):
             node.meta["val"] = self._stored(index, inside, whole)
             if not node.users:
                 continue
-            first = min(node.users, key=position.__getitem__)
+            first = min(node.users)
             users = dict(node.users)
             pending = self._pending(gm, index, node, inside, whole)
             with gm.graph.inserting_before(first):
-                at = self._change(gm.graph, index, node, first, inside, whole, pending)
+                at = self._change(index, node, first, inside, whole, pending)
             for user in users:
                 user.replace_input_with(node, at)
             report.hits += 1
@@ -136,7 +134,7 @@ class DataParallel(Pass):
             return None
         inside = _local(whole, states, self.axes[at + 1 :])
         dtype = self.use.pending_dtype(node.meta["val"].dtype)
-        last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
+        last = gm.graph.find_nodes(op="placeholder")[-1]
         with gm.graph.inserting_after(last):
             new = gm.graph.placeholder(f"pending_{node.name}")
         new.meta["val"] = torch.empty_like(inside, dtype=dtype).detach()
@@ -145,7 +143,6 @@ class DataParallel(Pass):
 
     def _change(
         self,
-        graph: fx.Graph,
         index: int,
         node: fx.Node,
         user: fx.Node,
@@ -172,16 +169,9 @@ class DataParallel(Pass):
         def made(
             target: Any, args: list[Any], change: str, custom: dict[str, str], **kwargs: Any
         ) -> fx.Node:
-            new = emit(
-                graph,
-                user,
-                target,
-                args,
-                kwargs,
-                provenance=self.name,
-                value="unknown",
-                custom={**custom, CHANGE: f"{node.name}: {change}"},
-            )
+            custom = {**custom, CHANGE: f"{node.name}: {change}"}
+            make = maker(user, self.name, value="unknown", custom=custom)
+            new = make(target, *args, **kwargs)
             set_region(new, None)
             return new
 

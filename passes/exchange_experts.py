@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit, local_value
+from autoshard.passes.base import Context, Pass, Report, local_value, maker
 from autoshard.planning import not_of_zero, shardable
 from autoshard.runtime.collectives import Axis, I, S, State, redistribute
 from autoshard.runtime.graph_meta import CHANGE, OWN_AXIS
@@ -144,8 +144,7 @@ class ExchangeExperts(Pass):
             stack.nodes[0].meta[OWN_AXIS] = self.axis.name
             return last
         with user.graph.inserting_before(user):
-            kwargs = {"axis": self.axis, **parts}
-            return emit(user.graph, last, rank_rows, [last], kwargs, provenance=self.name)
+            return maker(last, self.name)(rank_rows, last, axis=self.axis, **parts)
 
 
 _MIXTURES = (EXPERTS, split_experts, *_BY_EXPERTS)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 
 aten = torch.ops.aten
 
@@ -51,19 +51,14 @@ class ExpandGroupedHeads(Pass, optional=True):
             elif query % n != 0:
                 report.skip(node, f"heads {query} % {ctx.axis.name} {n} != 0")
             else:
-                self._expand(gm.graph, node, query)
+                with gm.graph.inserting_before(node):
+                    both = [self._repeat(node, arg, query) for arg in node.args[1:3]]
+                node.args = (node.args[0], *both, *node.args[3:])
+                node.kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
                 report.hits += 1
 
-    def _expand(self, graph: fx.Graph, node: fx.Node, heads: int) -> None:
-        with graph.inserting_before(node):
-            key, value = (self._repeat(graph, node, arg, heads) for arg in node.args[1:3])
-        node.args = (node.args[0], key, value, *node.args[3:])
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "enable_gqa"}
-
-    def _repeat(self, graph: fx.Graph, user: fx.Node, source: Any, heads: int) -> fx.Node:
-        def make(target: Any, *args: Any) -> fx.Node:
-            return emit(graph, user, target, args, provenance=self.name)
-
+    def _repeat(self, user: fx.Node, source: Any, heads: int) -> fx.Node:
+        make = maker(user, self.name)
         shape = source.meta["val"].shape
         dim = len(shape) - 3
         if shape[dim] == heads:

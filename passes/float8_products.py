@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, maker, replace, user_line
 from autoshard.runtime.graph_meta import DIFF, FLOAT8, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import FLOAT8_LINEAR, FLOAT8_MULTIPLE
 
@@ -83,17 +83,14 @@ class Float8Products(Pass):
     def _replace(self, graph: fx.Graph, node: fx.Node) -> None:
         one = _product(node)
         assert one is not None
-        weight = one.weight
+        weight, make = one.weight, maker(node, self.name, value=node)
         with graph.inserting_before(node):
             if one.turned:
-                weight = emit(graph, node, aten.t.default, (weight,), provenance=self.name)
-            given = (one.x, weight, self.recipe)
-            new = emit(graph, node, FLOAT8_LINEAR, given, provenance=self.name, value=node)
+                weight = maker(node, self.name)(aten.t.default, weight)
+            new = make(FLOAT8_LINEAR, one.x, weight, self.recipe)
             if one.bias is not None:
-                both = (new, one.bias)
-                new = emit(graph, node, aten.add.Tensor, both, provenance=self.name, value=node)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+                new = make(aten.add.Tensor, new, one.bias)
+        replace(node, new)
 
 
 def _product(node: fx.Node) -> _Product | None:

@@ -31,13 +31,14 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker, replace
 from autoshard.passes.lib.bucketing import (
     ALL_GATHER,
     REDUCE_SCATTER,
     Member,
     aten,
     last_collectives,
+    made_from,
     member,
 )
 from autoshard.passes.lib.layouts import (
@@ -49,7 +50,7 @@ from autoshard.passes.lib.layouts import (
     is_rearranged,
     split_dim,
 )
-from autoshard.planning import cost, packet, reached, tensor_bytes
+from autoshard.planning import cost, packet, tensor_bytes
 from autoshard.planning.cost import START_SECONDS, Cluster, Fusing, work_of
 from autoshard.runtime.collectives import GATHER_MATMUL, MATMUL_SCATTER, Axis, I, P
 from autoshard.runtime.graph_meta import CHANGE
@@ -112,7 +113,7 @@ class FuseCollectives(Pass, optional=True):
             dim = split_dim(layout, shard)
             for user in view.users:
                 if dim is not None and _is_product(user, view):
-                    if not (_above(_weight(user), first) & {*readers}):
+                    if not (made_from(_weight(user), first) & {*readers}):
                         products[user] = dim
         if not products:
             if any(one.target is aten.slice.Tensor for one in readers):
@@ -130,24 +131,21 @@ class FuseCollectives(Pass, optional=True):
         if reason := self._loses(one, list(products), axis):
             return reason
         weights = [_weight(product) for product in products]
-        for node in sorted({node for weight in weights for node in _above(weight, first)}):
+        for node in sorted({node for weight in weights for node in made_from(weight, first)}):
             first.prepend(node)
+        make = maker(one.node, self.name)
         with graph.inserting_before(first):
-            args = (one.source, weights, dim, bool(others), *self._place(axis))
-            fused = emit(graph, one.node, GATHER_MATMUL, args, provenance=self.name)
-            parts = [
-                emit(graph, one.node, operator.getitem, (fused, i), provenance=self.name)
-                for i in range(len(weights) + bool(others))
-            ]
+            place = self._place(axis)
+            fused = make(GATHER_MATMUL, one.source, weights, dim, bool(others), *place)
+            count = len(weights) + bool(others)
+            parts = [make(operator.getitem, fused, i) for i in range(count)]
         self._read_whole(graph, one, parts, others, views, (shard, dim), first)
         for product, part in zip(products, parts[bool(others) :], strict=True):
             with graph.inserting_before(product):
-                new = self._like(graph, part, product)
+                new = self._like(part, product)
                 if product.target is aten.addmm.default:
-                    bias = (new, product.args[0])
-                    new = emit(graph, product, aten.add.Tensor, bias, provenance=self.name)
-            product.replace_all_uses_with(new)
-            graph.erase_node(product)
+                    new = maker(product, self.name)(aten.add.Tensor, new, product.args[0])
+            replace(product, new)
         _erase_unread([*views, one.node])
         return ""
 
@@ -175,7 +173,7 @@ class FuseCollectives(Pass, optional=True):
                 continue
             if in_order(views[view], *split):
                 with graph.inserting_before(first):
-                    made[view] = self._like(graph, parts[0], view)
+                    made[view] = self._like(parts[0], view)
             else:
                 first.prepend(view)  # it may stand before what it reads now
         for view in views:
@@ -203,33 +201,28 @@ class FuseCollectives(Pass, optional=True):
         if reason := self._loses(one, made, axis, copied):
             return reason
         rows = [size * axis.size if i == dim else size for i, size in enumerate(shard[:-1])]
+        make = maker(one.node, self.name)
         with graph.inserting_before(one.node):
             x, weight = factors[0]
             if len(factors) > 1:
-                sides = tuple([pair[side] for pair in factors] for side in (0, 1))
-                cat = aten.cat.default
-                x = emit(graph, one.node, cat, (sides[0], 1), provenance=self.name)
-                weight = emit(graph, one.node, cat, (sides[1], 0), provenance=self.name)
+                x = make(aten.cat.default, [pair[0] for pair in factors], 1)
+                weight = make(aten.cat.default, [pair[1] for pair in factors], 0)
             if len(rows) > 1:
-                sizes = (x, [*rows, x.meta["val"].shape[1]])
-                x = emit(graph, one.node, aten.reshape.default, sizes, provenance=self.name)
-            args = (x, weight, dim, *self._place(axis))
-            new = emit(graph, one.node, MATMUL_SCATTER, args, provenance=self.name)
+                x = make(aten.reshape.default, x, [*rows, x.meta["val"].shape[1]])
+            new = make(MATMUL_SCATTER, x, weight, dim, *self._place(axis))
             for term in terms:
                 if term.bias is not None:
-                    bias = (new, term.bias)
-                    new = emit(graph, one.node, aten.add.Tensor, bias, provenance=self.name)
+                    new = make(aten.add.Tensor, new, term.bias)
         one.wait.replace_all_uses_with(new)
         _erase_unread([one.wait, one.node])
         return ""
 
-    def _like(self, graph: fx.Graph, part: fx.Node, old: fx.Node) -> fx.Node:
+    def _like(self, part: fx.Node, old: fx.Node) -> fx.Node:
         """`part` in the shape of what it takes the place of."""
         shape = old.meta["val"].shape
         if part.meta["val"].shape == shape:
             return part
-        sizes = (part, list(shape))
-        return emit(graph, old, aten.reshape.default, sizes, provenance=self.name)
+        return maker(old, self.name)(aten.reshape.default, part, list(shape))
 
     def _place(self, axis: Axis) -> tuple[bool, int, int, str]:
         return not self.fusing.always, axis.size, axis.rank, axis.group
@@ -279,13 +272,6 @@ def _weight(product: fx.Node) -> Any:
 def _name(node: fx.Node) -> str:
     kind = packet(node)
     return getattr(kind, "__name__", "") or node.op
-
-
-def _above(node: fx.Node, place: fx.Node) -> set[fx.Node]:
-    """`node` and what it is made from, of the nodes that do not stand before `place`."""
-    if node < place:
-        return set()
-    return {*reached([node], lambda one: [n for n in one.all_input_nodes if not n < place])}
 
 
 def _ordered_above(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 from autoshard.planning import arguments, is_trained
 from autoshard.runtime.collectives import (
     I,
@@ -106,21 +106,13 @@ class FuseInferenceLayers(Pass, optional=True):
         forward = I if split is None else forward_value(str(state))
         with graph.inserting_before(last):
             if shaped is not None:
-                sizes = (partial, shaped.args[1])
-                partial = emit(graph, shaped, aten.reshape.default, sizes, provenance=self.name)
+                make = maker(shaped, self.name)
+                partial = make(aten.reshape.default, partial, shaped.args[1])
             args = (partial, residual, norm.weight, norm.bias, forward, axis)
-            fused = emit(
-                graph,
-                reduced,
-                reduce_add_norm,
-                args,
-                options,
-                provenance=self.name,
-                value="unknown",
-            )
+            fused = maker(reduced, self.name, value="unknown")(reduce_add_norm, *args, **options)
             fused.meta["val"] = (val, last.meta["val"])
             new = [
-                emit(graph, like, operator.getitem, (fused, i), provenance=self.name, value=like)
+                maker(like, self.name, value=like)(operator.getitem, fused, i)
                 for i, like in enumerate((total, last))
             ]
         for old, made in zip((total, last), new):

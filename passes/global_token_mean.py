@@ -17,13 +17,14 @@ Not done: losses outside of the compiled model, and means that a model writes by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 from autoshard.planning import LOSSES, packet
 from autoshard.runtime import operators
 from autoshard.runtime.collectives import Axis
@@ -68,26 +69,17 @@ class GlobalTokenMean(Pass):
     ) -> None:
         target, weight, ignored = given["target"], given["weight"], given["ignore_index"]
 
-        def made(
-            what: Any, arguments: tuple[Any, ...], like: fx.Node | None = None, said: str = ""
-        ) -> fx.Node:
-            return emit(
-                graph,
-                node,
-                what,
-                arguments,
-                provenance=self.name,
-                value=like or "unknown",
-                custom={CHANGE: f"{node.name}: {said}"} if said else None,
-            )
+        def make(value: Any, said: str = "") -> Callable[..., fx.Node]:
+            custom = {CHANGE: f"{node.name}: {said}"} if said else None
+            return maker(node, self.name, value=value, custom=custom)
 
         with graph.inserting_before(node):
-            own = made(own_tokens, (target, weight, ignored, split), None, "tokens of this rank")
-            instead = {target: made(stand_in_targets, (target, own, ignored), target)}
+            own = make("unknown", "tokens of this rank")(own_tokens, target, weight, ignored, split)
+            instead = {target: make(target)(stand_in_targets, target, own, ignored)}
             if weight is not None:
-                instead[weight] = made(stand_in_weight, (weight, own), weight)
+                instead[weight] = make(weight)(stand_in_weight, weight, own)
         with graph.inserting_after(node):
-            share = made(share_of_tokens, (node, own, self.axes), node, "tokens of all ranks")
+            share = make(node, "tokens of all ranks")(share_of_tokens, node, own, self.axes)
         node.replace_all_uses_with(share, delete_user_cb=lambda user: user is not share)
         node.args = fx.node.map_arg(node.args, lambda n: instead.get(n, n))
         node.kwargs = fx.node.map_arg(node.kwargs, lambda n: instead.get(n, n))

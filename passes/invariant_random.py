@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit, set_region
+from autoshard.passes.base import Context, Pass, Report, maker, replace, set_region
 from autoshard.planning import same_shape
 from autoshard.runtime import randomness
 from autoshard.runtime.graph_meta import DIFF, PASS, RANDOM_STATE
@@ -163,15 +163,8 @@ class InvariantRandom(Pass):
         anchor = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
         op = _ops.tracked_seeds if states else _ops.random_seed
         with graph.inserting_before(anchor):
-            seed = emit(
-                graph,
-                first,
-                op.default,
-                (device, *states),
-                provenance=self.name,
-                value="unknown",
-                name=op.__name__,
-            )
+            make = maker(first, self.name, value="unknown", name=op.__name__)
+            seed = make(op.default, device, *states)
         set_region(seed, None)
         seed.meta.pop("nn_module_stack", None)
         seed.meta["custom"] = {PASS: self.name}
@@ -189,25 +182,17 @@ class InvariantRandom(Pass):
             if new.like:
                 tensors.append(given["input"] if "input" in given else self._shape(node, given))
             dtype = (node.meta["val"].dtype,) if new.like else ()
-            made = emit(
-                graph,
-                node,
-                getattr(getattr(_ops, new.name), _VERSION),
-                (*tensors, seed, *(_constant(each, given) for each in new.constants), call, *dtype),
-                provenance=self.name,
-                value=node,
-                name=new.name,
-            )
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
+            make = maker(node, self.name, value=node, name=new.name)
+            constants = (_constant(each, given) for each in new.constants)
+            operator = getattr(getattr(_ops, new.name), _VERSION)
+            replace(node, make(operator, *tensors, seed, *constants, call, *dtype))
 
     def _shape(self, node: fx.Node, given: Arguments) -> fx.Node:
         """A tensor with the shape of the result; its values are never read."""
         size = given["size"] if "size" in given else [given["n"]]
         val = node.meta["val"]
-        options = {"dtype": val.dtype, "device": val.device}
-        empty = aten.empty.memory_format
-        return emit(node.graph, node, empty, (size,), options, provenance="", value=node)
+        make = maker(node, "", value=node)
+        return make(aten.empty.memory_format, size, dtype=val.dtype, device=val.device)
 
 
 def _constant(said: str | float | tuple[str, Any], given: Arguments) -> Any:

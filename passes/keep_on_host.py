@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes.base import emit
+from autoshard.passes.base import emit, replace
+from autoshard.passes.lib.layouts import memory_order
 from autoshard.planning import tensor_bytes
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import HOST
@@ -65,7 +66,7 @@ def _movable(outputs: Sequence[Any], results: int) -> list[fx.Node]:
         and node not in outputs[:results]
         and compat.memory_of(node).op == "call_function"
         and owners[compat.memory_of(node)] == 1
-        and _is_dense(node.meta["val"])
+        and memory_order(node.meta["val"]) is not None
     }
     return [node for node in next(iter(found)).graph.nodes if node in found] if found else []
 
@@ -113,8 +114,7 @@ def _fetch(graph: fx.Graph, chosen: Mapping[fx.Node, fx.Node]) -> None:
             moved = emit(graph, node, RELOAD, (given, device), provenance=_NAME)
         with graph.inserting_before(first[node]):
             back = _wait(graph, node, (moved, given), f"{node.name}_back")
-        node.replace_all_uses_with(back)
-        graph.erase_node(node)
+        replace(node, back)
 
 
 def _last_ahead(nodes: Sequence[fx.Node], i: int) -> int:
@@ -135,14 +135,3 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _nbytes(node: fx.Node) -> int:
     return tensor_bytes(node.meta["val"])
-
-
-def _is_dense(val: torch.Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in some order."""
-    expected = 1
-    for stride, extent in sorted(zip(val.stride(), val.shape)):
-        if extent != 1:
-            if stride != expected:
-                return False
-            expected *= extent
-    return True

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit, user_line
+from autoshard.passes.base import Context, Pass, Report, maker, user_line
 from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
 from autoshard.passes.lib.index_values import Affine, Value, affine
 from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
@@ -143,14 +143,13 @@ class RecoverMasks(Pass, optional=True):
 def _to_ranges(node: fx.Node, given: dict[str, Any], ranges: Ranges) -> None:
     """Rewrite attention in place; `given`: its arguments but the mask."""
     _ungroup(given)
-    graph = node.graph
+    make = maker(node, RecoverMasks.name)
     of_keys: list[fx.Node | None] = []
-    with graph.inserting_before(node):
+    with node.graph.inserting_before(node):
         for one in (ranges.documents, ranges.visible):
             while one is not None and (dims := one.meta["val"].dim()) < 4:
                 # [keys] or [batch, keys] as [batch, 1, 1, keys]
-                args = (one, 0 if dims == 1 else 1)
-                one = emit(graph, node, aten.unsqueeze.default, args, provenance=RecoverMasks.name)
+                one = make(aten.unsqueeze.default, one, 0 if dims == 1 else 1)
             of_keys.append(one)
     node.target = MASKED_ATTENTION
     node.args = (*(given[name] for name in _NAMES[:3]), *of_keys, ranges.window)

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker, replace
 from autoshard.passes.lib.bucketing import REDUCE_SCATTER, WAIT, aten, c10d
 
 ALL_TO_ALL = c10d.all_to_all_single.default
@@ -41,30 +40,19 @@ class ReduceScatterByAllToAll(Pass, optional=True):
             source, op, n, group = node.args
             if val.device.type != "cpu" or op != "sum":
                 continue
+            make = maker(node, self.name)
             with gm.graph.inserting_before(node):
-                rows, *rest = self._sizes(gm.graph, node, source, n)
-                args = (source, [rows] * n, [rows] * n, group)
-                exchanged = emit(gm.graph, node, ALL_TO_ALL, args, provenance=self.name)
-            with gm.graph.inserting_before(wait):
-                arrived = emit(gm.graph, node, WAIT, (exchanged,), provenance=self.name)
-                parts = (arrived, [n, rows, *rest])
-                blocks = emit(gm.graph, node, aten.reshape.default, parts, provenance=self.name)
-                total = emit(
-                    gm.graph, node, aten.sum.dim_IntList, (blocks, [0]), provenance=self.name
+                # symbolic sizes of the result are nodes, which a graph can be run with
+                rows, *rest = (
+                    size if isinstance(size, int) else make(aten.sym_size.int, source, dim)
+                    for dim, size in enumerate(val.shape)
                 )
-            wait.replace_all_uses_with(total)
-            gm.graph.erase_node(wait)
+                if isinstance(rows, fx.Node):
+                    rows = make(operator.floordiv, rows, n)
+                exchanged = make(ALL_TO_ALL, source, [rows] * n, [rows] * n, group)
+            with gm.graph.inserting_before(wait):
+                arrived = make(WAIT, exchanged)
+                blocks = make(aten.reshape.default, arrived, [n, rows, *rest])
+                replace(wait, make(aten.sum.dim_IntList, blocks, [0]))
             gm.graph.erase_node(node)
             report.hits += 1
-
-    def _sizes(self, graph: fx.Graph, node: fx.Node, source: fx.Node, n: int) -> list[Any]:
-        """The sizes of the result; symbolic ones as nodes, which a graph can be run with."""
-        found: list[Any] = list(node.meta["val"].shape)
-        for dim, size in enumerate(found):
-            if not isinstance(size, int):
-                whole = (source, dim)
-                found[dim] = emit(graph, node, aten.sym_size.int, whole, provenance=self.name)
-                if dim == 0:
-                    rows = (found[0], n)
-                    found[0] = emit(graph, node, operator.floordiv, rows, provenance=self.name)
-        return found

@@ -41,6 +41,7 @@ from autoshard.passes.lib.bucketing import (
     WAIT,
     bucket_size,
     gathered,
+    made_from,
     single_chains,
     sort_stable,
     waits_of,
@@ -86,7 +87,8 @@ def _prefetch(graph: fx.Graph, bucket_bytes: int | None) -> int:
         before = arrived.get(group) if held.get(group, 0) + sizes[node] <= most else None
         held[group] = sizes[node]
         if before is not None:
-            needed = sorted(_above(node, before), key=order.__getitem__)
+            # what a gather over another axis has taken further up stays there
+            needed = sorted(made_from(node, before), key=order.__getitem__)
             for one in reversed(needed):
                 before.append(one)
             moved += 1
@@ -130,14 +132,6 @@ def _inputs_only(graph: fx.Graph) -> set[fx.Node]:
         ):
             found.add(node)
     return found
-
-
-def _above(node: fx.Node, limit: fx.Node) -> set[fx.Node]:
-    """`node` and what it is made from, of the nodes that stand after `limit` by now: what a gather
-    over another axis has taken further up stays there."""
-    if node.op != "call_function" or node < limit:
-        return set()
-    return {node}.union(*(_above(source, limit) for source in node.all_input_nodes))
 
 
 def _sink_waits(graph: fx.Graph) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 from autoshard.planning import unflattened
 
 aten = torch.ops.aten
@@ -56,27 +56,26 @@ class ShiftLabels(Pass, optional=True):
                 continue
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index")
             more = whole.meta["val"].shape[1] - rows[1]
-            padding = (target, [0, more], _IGNORED if ignored is None else ignored)
+            ignored = _IGNORED if ignored is None else ignored
+            make = maker(node, self.name)
             with graph.inserting_before(node):
                 scores = whole
                 for one in reversed(above):
-                    scores = self._again(graph, one, scores)
-                labels = emit(
-                    graph, node, aten.constant_pad_nd.default, padding, provenance=self.name
-                )
-                labels = self._again(graph, node.args[1], labels)  # type: ignore[arg-type]
+                    scores = self._again(one, scores)
+                labels = make(aten.constant_pad_nd.default, target, [0, more], ignored)
+                labels = self._again(node.args[1], labels)  # type: ignore[arg-type]
             node.args = (scores, labels, *node.args[2:])
             report.hits += 1
         graph.eliminate_dead_code()
 
-    def _again(self, graph: fx.Graph, old: fx.Node, source: fx.Node) -> fx.Node:
+    def _again(self, old: fx.Node, source: fx.Node) -> fx.Node:
         """What `old` does, of a value with more rows."""
         args: tuple[Any, ...] = (source, *old.args[1:])
         if old.target is aten.reshape.default:
             shape = source.meta["val"].shape
             args = (source, [shape[0] * shape[1], *shape[2:]])
         target: Any = old.target
-        return emit(graph, old, target, args, old.kwargs, provenance=self.name)
+        return maker(old, self.name)(target, *args, **old.kwargs)
 
 
 def _to_the_cut(scores: Any) -> list[fx.Node] | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker, replace
 
 aten = torch.ops.aten
 _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
@@ -46,7 +46,6 @@ class SplitRecurrent(Pass):
                 continue
             with gm.graph.inserting_before(node):
                 whole = _layers(
-                    gm.graph,
                     node,
                     x,
                     states,
@@ -55,14 +54,12 @@ class SplitRecurrent(Pass):
                 )
             for user in list(node.users):
                 assert user.target is operator.getitem
-                user.replace_all_uses_with(whole[user.args[1]])
-                gm.graph.erase_node(user)
+                replace(user, whole[user.args[1]])
             gm.graph.erase_node(node)
             report.hits += 1
 
 
 def _layers(
-    graph: fx.Graph,
     node: fx.Node,
     x: fx.Node,
     states: list[fx.Node],
@@ -72,10 +69,7 @@ def _layers(
     """The result of each layer after another: its output, then the states of all layers."""
     biases, p, both, batch_first = settings
     directions = 2 if both else 1
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        return emit(graph, node, target, args, provenance="split_recurrent")
-
+    call = maker(node, SplitRecurrent.name)
     found: list[list[fx.Node]] = []
     for i, own in enumerate(weights):
         if i:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 from autoshard.planning import is_one, unflattened
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class UnflattenLosses(Pass, optional=True):
                 report.skip(node, "it is a loss of each token")
                 continue
             with graph.inserting_before(node):
-                turned = emit(graph, node, aten.transpose.int, (scores, 1, 2), provenance=self.name)
+                turned = maker(node, self.name)(aten.transpose.int, scores, 1, 2)
             node.args = (turned, target, *node.args[2:])
             report.hits += 1
         graph.eliminate_dead_code()

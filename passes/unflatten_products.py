@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.passes.base import Context, Pass, Report, emit
+from autoshard.passes.base import Context, Pass, Report, maker
 from autoshard.planning import is_one, same
 
 aten = torch.ops.aten
@@ -74,14 +74,10 @@ class UnflattenProducts(Pass, optional=True):
         weight: fx.Node,
         bias: list[fx.Node],
     ) -> None:
-        graph = node.graph
-
-        def made(target: Any, *args: Any) -> fx.Node:
-            return emit(graph, node, target, args, provenance=self.name)
-
+        made = maker(node, self.name)
         source: fx.Node = flat.args[0]  # type: ignore[assignment]
         features = flat.meta["val"].shape[-1]
-        with graph.inserting_before(users[0]):
+        with node.graph.inserting_before(users[0]):
             if not _is_of(source.meta["val"].shape, users[0].meta["val"].shape, features):
                 source = made(aten.reshape.default, source, [*sizes, features])
             if node.target is aten.linear.default:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoshard.passes.base import emit
-from autoshard.planning import tensor_bytes
+from autoshard.passes.base import maker, replace
+from autoshard.planning import reached, tensor_bytes
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, MODULE
 
@@ -147,49 +148,30 @@ _BATCHED = tuple(
 _PASSED = (aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.t.default)
 
 
-class Maker:
-    """Makes nodes in one graph on behalf of a bucket."""
-
-    def __init__(self, graph: fx.Graph, bucket: Sequence[Member], provenance: str) -> None:
-        self.graph, self.like, self.provenance = graph, bucket[0].node, provenance
-        custom = [one.node.meta.get("custom") or {} for one in bucket]
-        changes = {c.get(CHANGE, "").rpartition(": ")[2] for c in custom}
-        merged = " | ".join(sorted(changes))
-        self.custom = {
-            CHANGE: f"bucket of {len(bucket)}: {merged}",
-            MODULE: common_module([c.get(MODULE, "") for c in custom]),
-        }
-
-    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        return emit(
-            self.graph,
-            self.like,
-            target,
-            args,
-            kwargs,
-            provenance=self.provenance,
-            custom=self.custom,
-        )
+def bucket_maker(bucket: Sequence[Member], provenance: str) -> Callable[..., fx.Node]:
+    """Makes nodes on behalf of a bucket, in the innermost module that contains all of it."""
+    custom = [one.node.meta.get("custom") or {} for one in bucket]
+    changes = {c.get(CHANGE, "").rpartition(": ")[2] for c in custom}
+    merged = " | ".join(sorted(changes))
+    said = {
+        CHANGE: f"bucket of {len(bucket)}: {merged}",
+        MODULE: ".".join(commonprefix([c.get(MODULE, "").split(".") for c in custom])),
+    }
+    return maker(bucket[0].node, provenance, custom=said)
 
 
-def common_module(paths: Sequence[str]) -> str:
-    """The innermost module that contains all of `paths`."""
-    parts = [path.split(".") for path in paths]
-    common = []
-    for names in zip(*parts):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
-
-
-def replace(bucket: Sequence[Member], results: Sequence[fx.Node]) -> None:
+def replace_members(bucket: Sequence[Member], results: Sequence[fx.Node]) -> None:
     """Use `results` instead of the members' waits, and erase the members."""
     for one, result in zip(bucket, results, strict=True):
-        one.wait.replace_all_uses_with(result)
-        graph = one.node.graph
-        graph.erase_node(one.wait)
-        graph.erase_node(one.node)
+        replace(one.wait, result)
+        one.node.graph.erase_node(one.node)
+
+
+def made_from(node: fx.Node, place: fx.Node) -> set[fx.Node]:
+    """`node` and what it is made from, of the nodes that do not stand before `place`."""
+    if node < place:
+        return set()
+    return {*reached([node], lambda one: [n for n in one.all_input_nodes if not n < place])}
 
 
 def single_chains(graph: fx.Graph) -> set[fx.Node]:
@@ -222,14 +204,6 @@ def last_collectives(graph: fx.Graph, group: str) -> set[fx.Node]:
         if ours or node in awaited:
             awaited.update(node.all_input_nodes)
     return found
-
-
-def numel(shape: Sequence[int]) -> int:
-    """Elements of a tensor of static shape."""
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def sort_stable(graph: fx.Graph) -> None:

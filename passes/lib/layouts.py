@@ -23,7 +23,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import PlanError
-from autoshard.passes.base import Report, emit, user_line
+from autoshard.passes.base import Report, maker, replace, user_line
 from autoshard.runtime.graph_meta import DIFF
 
 aten = torch.ops.aten
@@ -216,18 +216,14 @@ def arrange(graph: fx.Graph, ranks: int, report: Report, name: str) -> None:
     for node in list(graph.nodes):
         if node.target in _READS or node.target is _WRITE:
             with graph.inserting_before(node):
-                report.hits += _Arranging(graph, node, name).run(ranks)
+                report.hits += _Arranging(node, name).run(ranks)
 
 
 class _Arranging:
-    """The rewriting of one operator."""
+    """The rewriting of one operator. make: a node before the one that is rewritten."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, name: str) -> None:
-        self.graph, self.node, self.name = graph, node, name
-
-    def make(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node before the one that is rewritten."""
-        return emit(self.graph, self.node, target, args, kwargs, provenance=self.name)
+    def __init__(self, node: fx.Node, name: str) -> None:
+        self.node, self.make = node, maker(node, name)
 
     def run(self, ranks: int) -> bool:
         """Whether the node was rewritten."""
@@ -253,8 +249,7 @@ class _Arranging:
             new = self.turned_back(self.written(memory, here, part), base)
         else:
             new = self.make(aten.as_strided.default, memory, *here)
-        node.replace_all_uses_with(new)
-        self.graph.erase_node(node)
+        replace(node, new)
         return True
 
     def base(self, source: fx.Node, pattern: _Pattern, views: bool) -> fx.Node | None:
