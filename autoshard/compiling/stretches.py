@@ -158,8 +158,6 @@ def tandem_repeats(labels: Sequence[str]) -> list[tuple[int, int, int]]:
 
 
 def _best_run(labels: Sequence[str]) -> tuple[int, int, int] | None:
-    if len(labels) < FEWEST * _SHORTEST:
-        return None
     where: dict[str, int] = {}
     distances: Counter[int] = Counter()
     for i, label in enumerate(labels):

@@ -231,7 +231,7 @@ class Layers:
         for (one, _), (other, room) in pairwise(zip(points, fits)):
             if other.kept <= room:  # some layers as before, the others so
                 part = (one.kept - room) / max(1, one.kept - other.kept)
-                return one.seconds + min(1.0, part) * (other.seconds - one.seconds)
+                return one.seconds + max(0.0, part) * (other.seconds - one.seconds)
         return None
 
     def at_most(self, mesh: AxisSizes) -> tuple[bool, float]:

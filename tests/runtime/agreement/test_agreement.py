@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx
 
-from autoshard.runtime.agreement import history, regions, threads
+from autoshard.runtime.agreement import consensus, history, regions, threads
 from autoshard.runtime.agreement.consensus import agree, gather
 from autoshard.runtime.agreement.regions import in_flight
 from autoshard.runtime.agreement.store_exchange import StoreExchange
@@ -61,6 +61,15 @@ def test_a_rank_with_fewer_lines_and_a_digest_without_a_line(gloo2: GlooPool) ->
 )
 def test_axes_without_a_process_group_agree(axis: Axis) -> None:
     agree("plan", "1", [], axis)
+
+
+def test_all_axes_of_a_job_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Axis("world", 4, 1, "0")
+    monkeypatch.setattr(consensus, "world_axis", lambda: world)
+    dp, tp = Axis("dp_shard", 2, 0, "1"), Axis("tp", 2, 1, "2")
+    assert consensus.everyone([dp, tp]) == [world]
+    for axes in ([dp], [dp, tp, tp], [dp, tp._replace(group="lockstep:7")]):
+        assert consensus.everyone(axes) == axes
 
 
 def test_a_rank_that_lives_is_not_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +175,9 @@ def test_a_late_collective_is_named_by_the_line_of_its_node() -> None:
     graph.output(graph.call_function(torch.relu, (summed,)))
     error = _raised(fx.GraphModule(torch.nn.Module(), graph), torch.ones(2))
     assert in_flight(error, {}) == ", in _late of model.py:12"
+    del summed.meta["stack_trace"]
+    error = _raised(fx.GraphModule(torch.nn.Module(), graph), torch.ones(2))
+    assert in_flight(error, {}) == ", in _late"
 
 
 CODE = """\

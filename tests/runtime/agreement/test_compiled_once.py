@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import compiled_once
-from autoshard.runtime.agreement.compiled_once import PIECE, Compiles
+from autoshard.runtime.agreement.compiled_once import PIECE, Ahead, Compiles
 from autoshard.runtime.agreement.store_exchange import StoreExchange
 from store_ranks import World
 
@@ -163,3 +166,36 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, ali
     first.join()
     assert hosts.compiled == ([0] if alive else [1, 0])
     assert ("no sign of life" in "".join(hosts.ranks[1].lines)) is not alive
+
+
+def test_a_graph_that_was_made_ahead_is_asked_of_no_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hosts, shared, headers = Hosts(monkeypatch, "a"), mock.MagicMock(), mock.MagicMock()
+    hosts.here.rank = 0
+    monkeypatch.setattr(compat, "empty_cache", contextlib.nullcontext)
+    monkeypatch.setattr(compat, "without_headers", headers)
+    facts = {kind: [f"{kind} 1"] for kind in ("model", "options", "versions", "device")}
+    ahead, job = Ahead(), Ahead()
+    before = os.umask(0o077)
+    with contextlib.ExitStack() as last, ahead.making(tmp_path):
+        last.callback(os.umask, before)
+        assert ahead.facts is not None
+        ahead.facts.update(facts)
+        for key in ("one", "other"):
+            with ahead.once(None, key):
+                pass
+    assert ahead.facts is None and not ahead.graphs
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o644] * 2
+    with job.once(shared, "one"):  # nothing is loaded yet
+        pass
+    assert shared.once.call_args_list == [mock.call("one")] and not headers.called
+    for _ in range(2):  # what is loaded already is not again
+        assert job.load(tmp_path, facts) == set() and job.graphs == {"one", "other"}
+    assert hosts.loaded == [(0, MADE)]
+    with job.once(shared, "one"):
+        pass
+    assert len(shared.once.call_args_list) == 1 and headers.called
+    with pytest.warns(UserWarning, match="is not in .*, and is compiled"), job.once(shared, "new"):
+        pass
+    assert shared.once.call_args_list[1:] == [mock.call("new")]

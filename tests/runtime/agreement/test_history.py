@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime.agreement.history import EVERY, Call, History
+from autoshard.runtime.agreement.history import EVERY, Call, History, also
 
 
 def compared(calls: list[Call]) -> tuple[History, list[int]]:
@@ -48,6 +48,12 @@ def test_a_call_that_failed_by_itself_is_made_again() -> None:
     assert not history.add(call)  # which the others have compared
     assert not history.add(call)
     assert (history.number, history.lines) == (plain.number, plain.lines)
+
+
+def test_ranks_are_named_by_their_runs() -> None:
+    said = {"": [], " 3": [3], "s 0 to 1": [1, 0], "s 1, 4 to 6, 8": [4, 1, 6, 8, 5]}
+    for text, ranks in said.items():
+        assert also(ranks) == (f", nor did rank{text}" if ranks else "")
 
 
 class TwoWays(nn.Module):
