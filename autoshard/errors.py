@@ -9,7 +9,6 @@ from autoshard.runtime.errors import ConfigError as ConfigError
 from autoshard.runtime.errors import OutputError as OutputError
 from autoshard.runtime.errors import PlanError as PlanError
 from autoshard.runtime.errors import PlanMismatchError as PlanMismatchError
-from autoshard.runtime.errors import ShardingRuleError as ShardingRuleError
 from autoshard.runtime.errors import did_you_mean as did_you_mean
 from autoshard.runtime.errors import message as message
 from autoshard.runtime.errors import shown as shown

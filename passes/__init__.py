@@ -14,6 +14,7 @@ from autoshard.passes.base import (
     emit,
     local_value,
     module_path,
+    replace,
     set_fate,
     user_line,
 )

@@ -50,10 +50,6 @@ class OutputError(AutoshardError, OSError):
     """A file that cannot be written."""
 
 
-class ShardingRuleError(AutoshardError, ValueError):
-    """A sharding rule that cannot be read, or that contradicts its operator."""
-
-
 def message(what: str, *, where: str | None = None, remedy: str | None = None) -> str:
     """Return "what (where). remedy": the form of every error text.
 

@@ -244,10 +244,7 @@ _NAMES = {
 
 
 class SafetensorsFile:
-    """A file with room for tensors of known shape and dtype: {name: (shape, dtype)}.
-
-    A context manager: closed at the end, whatever happens.
-    """
+    """A file with room for tensors of known shape and dtype: {name: (shape, dtype)}."""
 
     def __init__(
         self,
@@ -256,15 +253,14 @@ class SafetensorsFile:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
-        self._begin: dict[str, int] = {}
-        self._end: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         # widest elements first, as the reference library: every tensor is then aligned
         order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
         end = 0
         for name in order:
             shape, dtype = tensors[name]
             begin, end = end, end + dtype.itemsize * math.prod(shape)
-            self._begin[name], self._end[name] = begin, end
+            self._places[name] = begin, end
             header[name] = {
                 "dtype": _NAMES[dtype],
                 "shape": list(shape),
@@ -282,8 +278,9 @@ class SafetensorsFile:
         flat = piece.detach().to("cpu").contiguous().reshape(-1)
         if flat.numel() == 0:
             return
-        start = self._begin[name] + offset
-        if start + flat.nbytes > self._end[name]:
+        begin, end = self._places[name]
+        start = begin + offset
+        if start + flat.nbytes > end:
             raise ValueError(f"{name}: {flat.nbytes} bytes at {offset} pass its end")
         self._file.seek(self._data + start)
         self._file.write(flat.view(torch.uint8).numpy().data)
@@ -291,9 +288,3 @@ class SafetensorsFile:
     def close(self) -> None:
         """Write what is buffered and close; again does nothing."""
         self._file.close()
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -21,7 +21,7 @@ from torch import nn
 
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import unwrapped
-from autoshard.export.weight_source import WeightSource, WholeParameter
+from autoshard.export.weight_source import WeightSource, whole
 from autoshard.runtime import compat
 
 Description = tuple[tuple[int, ...], torch.dtype]
@@ -108,7 +108,7 @@ def whole_parts(
         for one in part.sources:
             tensor = one.value.detach()
             if one.name in source.parameters:
-                tensor = source.read(one.name, [[WholeParameter()]]).tensor
+                tensor = source.read(one.name, [[whole]]).tensor
             tensors[one.name] = tensor.to(one.dtype)
             del tensor
         yield part, tensors
@@ -117,16 +117,14 @@ def whole_parts(
 
 def _converted(
     model: nn.Module, sources: Sequence[StateTensor], empty: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+) -> dict[str, Description]:
     try:
         return _described(compat.published(model, {one.name: empty[one.name] for one in sources}))
     except Exception:  # a conversion that needs tensors which are not given says so in many ways
         return {}
 
 
-def _described(
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Description]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 

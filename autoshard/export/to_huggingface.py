@@ -126,7 +126,7 @@ def _write(
                 file = place[name]
                 if file not in opened:
                     made = SafetensorsFile(destination.partial / file, files[file], _METADATA)
-                    opened[file] = stack.enter_context(made)
+                    opened[file] = stack.enter_context(contextlib.closing(made))
                 opened[file].write(name, tensor)
                 left[file] -= 1
                 if left[file] == 0:

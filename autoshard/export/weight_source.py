@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,20 +17,14 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, stored_states, unshard_parameter
 
-
-class Region(Protocol):
-    """A region of a parameter that somebody will take."""
-
-    def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """For each dim of the parameter, the first index it needs and one past the last."""
-        ...
+Region = Callable[[tuple[int, ...]], list[tuple[int, int]]]
+"""A region of a parameter that somebody will take: of the parameter's shape, for each dim the first
+index that is needed and one past the last."""
 
 
-class WholeParameter:
+def whole(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """All of a parameter, as a region."""
-
-    def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        return [(0, size) for size in shape]
+    return [(0, size) for size in shape]
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class WeightSource:
         if not isinstance(parameter, DTensor):
             return Block(parameter.detach(), (0,) * parameter.dim())
         if all(
-            _covers(self._bounds(parameter, rank), region.needs(tuple(parameter.shape)))
+            _covers(self._bounds(parameter, rank), region(tuple(parameter.shape)))
             for rank, regions in enumerate(wanted)
             for region in regions
         ):

@@ -9,6 +9,7 @@ layer whose parameters are stored as those of the first are. So they are stored 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, TypeVar
 
 from torch import nn
@@ -51,7 +52,7 @@ def parameters_of_repeats(
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if parameter in planned
         }
-        path = ".".join(_common([name.split(".")[:-1] for name in names]))
+        path = ".".join(commonprefix([name.split(".")[:-1] for name in names]))
         if not path:
             continue
         first = model.get_submodule(path)
@@ -63,16 +64,6 @@ def parameters_of_repeats(
                 its = own.get(name.removeprefix(f"{path}."))
                 if its is not None and its not in planned and _alike(its, parameter):
                     found.setdefault(its, planned[parameter])
-    return found
-
-
-def _common(paths: Sequence[Sequence[str]]) -> list[str]:
-    """The longest prefix of all paths."""
-    found: list[str] = []
-    for parts in zip(*paths):
-        if len(set(parts)) > 1:
-            break
-        found.append(parts[0])
     return found
 
 
@@ -97,9 +88,7 @@ def store(
     chooses = any(choice for _, choice in planned.values())
     if axis.size > 1 or chooses:
         planned = _as_first(planned, mesh)
-    alive = Holders()
-    models = models_of(list(planned), alive)
-    _refuse_other_wrappers(models)
+    models, alive = _models_of(planned)
     if axis.size > 1 or chooses:
         alike = parameters_of_repeats(planned, models).items()
         planned = {**planned, **{p: state for p, state in alike if _is_whole(p)}}
@@ -111,11 +100,7 @@ def store(
         for parameter, (state, choice) in planned.items()
     }
     states.update(_resting(models, states.keys(), mesh))
-    moved = _moved(states, planned, models, mesh, config, alive)
-    for parameter, (_, choice) in planned.items():
-        set_planned(parameter, True)  # one that stays where it is stored
-        set_choice(moved.get(parameter, parameter), choice)
-    return moved
+    return _moved(states, planned, models, mesh, config, alive)
 
 
 def store_at_home(
@@ -128,20 +113,14 @@ def store_at_home(
     chosen (`CHOICES`), or "". Returns the new parameter for each old one. Collective over the mesh.
     """
     planned = _as_first(planned, mesh)
-    alive = Holders()
-    models = models_of(list(planned), alive)
-    _refuse_other_wrappers(models)
+    models, alive = _models_of(planned)
     left = [p for model in models for p in model.parameters() if p not in planned and _is_whole(p)]
     states: dict[nn.Parameter, dict[str, State]] = {
         p: {**state, **data_states(p.dim(), mesh.axes, choice)}
         for p, (state, choice) in planned.items()
     }
     states |= {p: {"pp": H(0) if p.dim() else I, **data_states(p.dim(), mesh.axes)} for p in left}
-    moved = _moved(states, planned, models, mesh, config, alive)
-    for parameter, (_, choice) in planned.items():
-        set_planned(parameter, True)  # one that stays where it is stored
-        set_choice(moved.get(parameter, parameter), choice)
-    return moved
+    return _moved(states, planned, models, mesh, config, alive)
 
 
 def store_unplanned(models: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
@@ -153,13 +132,15 @@ def store_unplanned(models: Sequence[nn.Module], mesh: Mesh, config: Config) -> 
     """
     left = [p for model in models for p in model.parameters() if _is_whole(p)]
     if left:
-        models = models_of(left)
-        _refuse_other_wrappers(models)
-        _moved(_resting(models, (), mesh), (), models, mesh, config)
+        models, alive = _models_of(left)
+        _moved(_resting(models, (), mesh), {}, models, mesh, config, alive)
 
 
-def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
-    """Raise where FSDP2 shards modules of a model that is to be stored."""
+def _models_of(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Module], Holders]:
+    """The models that are to be stored, and what was looked at to find them. Raises where FSDP2
+    shards modules of one."""
+    alive = Holders()
+    models = models_of(list(parameters), alive)
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -170,15 +151,16 @@ def _refuse_other_wrappers(models: Iterable[nn.Module]) -> None:
                     remedy="Remove fully_shard, and give the axis to the mesh: "
                     "options={'mesh': {'dp_shard': N}}.",
                 )
+    return models, alive
 
 
 def _moved(
     states: Mapping[nn.Parameter, Mapping[str, State]],
-    planned: Container[nn.Parameter],
+    planned: Mapping[nn.Parameter, tuple[Any, str]],
     models: Sequence[nn.Module],
     mesh: Mesh,
     config: Config,
-    alive: Holders | None = None,
+    alive: Holders,
 ) -> dict[nn.Parameter, nn.Parameter]:
     set_policy(states, use_by(config, mesh))
     broadcast = config.initial_weights == "broadcast"
@@ -186,6 +168,9 @@ def _moved(
     settle_buffers(models, mesh, send=broadcast)
     for old, new in moved.items():
         set_planned(new, old in planned)
+    for parameter, (_, choice) in planned.items():
+        set_planned(parameter, True)  # one that stays where it is stored
+        set_choice(moved.get(parameter, parameter), choice)
     return moved
 
 

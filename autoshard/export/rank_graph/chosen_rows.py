@@ -25,42 +25,31 @@ Not done: what computes experts in another way than traced_model.py, or with a c
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoshard.export.rank_graph.graph import call_like
 from autoshard.export.rank_graph.mixture import Mixture, is_of_experts, keeps_experts, mixtures
 from autoshard.export.rank_graph.tidy import propagate
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import Context, Pass, Report
+from autoshard.passes import Context, Pass, Report, replace
 from autoshard.planning.cost import Cluster, OperatorWork, cluster
 from autoshard.runtime import compat
 
 aten = torch.ops.aten
 
 
-_SIZES: dict[str, Any] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "max": torch.sym_max,
-}
-
-
 def run_chosen_rows(mixture: Mixture) -> None:
     """Rewrite one mixture in its graph, in place; new nodes have no value."""
-    writer = _Writer(mixture)
-    graph, result = mixture.result.graph, mixture.result
-    with graph.inserting_before(result):
-        made = writer.write()
-    result.replace_all_uses_with(made)
-    graph.erase_node(result)
+    with mixture.result.graph.inserting_before(mixture.result):
+        replace(mixture.result, _Writer(mixture).write())
 
 
 def blocks_of(tokens: int, chosen: int, experts: int) -> tuple[int, int]:
@@ -72,22 +61,16 @@ def blocks_of(tokens: int, chosen: int, experts: int) -> tuple[int, int]:
 
 class _Writer:
     def __init__(self, mixture: Mixture) -> None:
-        self.of, self.graph = mixture, mixture.result.graph
-        self.origin = {k: v for k, v in mixture.result.meta.items() if k != "val"}
+        self.of, self.call = mixture, functools.partial(call_like, mixture.result)
         self.made: dict[fx.Node, fx.Node] = {}
         self.stacks: dict[fx.Node, fx.Node] = {}
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
-        new.meta = dict(self.origin)
-        return new
-
     # Sizes: numbers, or nodes where the number of tokens is not known
 
-    def size(self, operation: str, left: Any, right: Any) -> Any:
+    def size(self, operation: Callable[..., Any], left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
-            return _SIZES[operation](left, right)
-        return self.call(_SIZES[operation], left, right)
+            return operation(left, right)
+        return self.call(operation, left, right)
 
     def number(self, size: Any) -> fx.Node:
         """A size as a tensor [1]."""
@@ -101,18 +84,18 @@ class _Writer:
         tokens: Any = of.picked.meta["val"].shape[1]
         if not isinstance(tokens, int):
             tokens = self.call(aten.sym_size.int, of.picked, 1)
-        rows = self.size("mul", tokens, k)
-        up = self.size("add", rows, experts - 1)
-        block = self.size("max", self.size("floordiv", up, experts), 1)
-        spare = self.size("mul", self.size("sub", block, 1), experts)
-        blocks = self.size("floordiv", self.size("add", rows, spare), block)
-        places = self.size("mul", blocks, block)
+        rows = self.size(operator.mul, tokens, k)
+        up = self.size(operator.add, rows, experts - 1)
+        block = self.size(torch.sym_max, self.size(operator.floordiv, up, experts), 1)
+        spare = self.size(operator.mul, self.size(operator.sub, block, 1), experts)
+        blocks = self.size(operator.floordiv, self.size(operator.add, rows, spare), block)
+        places = self.size(operator.mul, blocks, block)
 
         hot = self.call(aten.permute.default, of.picked, [1, 2, 0])
         hot = self.call(aten.reshape.default, hot, [rows, experts])
         hot = self.call(aten._to_copy.default, hot, dtype=torch.int64)
         counts = self.call(aten.sum.dim_IntList, hot, [0])
-        begun = self.call(aten.add.Tensor, counts, self.size("sub", block, 1))
+        begun = self.call(aten.add.Tensor, counts, self.size(operator.sub, block, 1))
         begun = self.call(aten.div.Tensor_mode, begun, block, rounding_mode="floor")
         ends = self.call(aten.cumsum.default, begun, 0)
         starts = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, ends, begun), block)
@@ -124,7 +107,9 @@ class _Writer:
         mine = self.call(aten.gt.Scalar, mine, 0)
         place = self.call(aten.where.self, mine, place, self.number(places))
 
-        empty = self.call(aten.full.default, [self.size("add", places, 1)], 0, dtype=torch.int64)
+        empty = self.call(
+            aten.full.default, [self.size(operator.add, places, 1)], 0, dtype=torch.int64
+        )
         choices = self.call(aten.arange.start_step, 0, rows, 1, dtype=torch.int64)
         choice = self.call(aten.scatter.src, empty, 0, place, choices)
         choice = self.call(aten.slice.Tensor, choice, 0, 0, places)
@@ -143,7 +128,7 @@ class _Writer:
         out = self.inside(chosen, owner)
         width = of.out.meta["val"].shape[-1]
         flat = self.call(aten.reshape.default, out, [places, width])
-        last = self.size("sub", places, 1)
+        last = self.size(operator.sub, places, 1)
         inner = self.call(aten.minimum.default, place, self.number(last))
         said = self.call(aten.index_select.default, flat, 0, inner)
         dtype = of.out.meta["val"].dtype

@@ -4,7 +4,7 @@ an axis of the inputs, the sequence or the batch, lies in a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,15 @@ def computed(node: fx.Node, sizes: Mapping[str, int], known: dict[fx.Node, Any])
         )
         known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
+
+
+def is_known(value: Callable[[], Any]) -> bool:
+    """Whether sizes and constants decide what is asked for."""
+    try:
+        value()
+    except Unknown:
+        return False
+    return True
 
 
 def size_of(extent: Any, sizes: Mapping[str, int]) -> int:
@@ -93,10 +102,7 @@ class Numbers:
 
     def of(self, extent: Any) -> int:
         """The number that a size becomes."""
-        if isinstance(extent, int):
-            return extent
-        known = {symbol: self.values[str(symbol)] for symbol in compat.size_symbols(extent)}
-        return int(compat.size_expression(extent).subs(known))
+        return size_of(extent, self.values)
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape of a node's tensor."""

@@ -155,6 +155,13 @@ def add_input(after: fx.Node, name: str, shape: Any, dtype: torch.dtype, **meta:
     return made
 
 
+def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call in the graph of `like`, with its metadata and without a value."""
+    made = like.graph.call_function(target, args, kwargs)
+    made.meta = {k: v for k, v in like.meta.items() if k != "val"}
+    return made
+
+
 class Constants:
     """Constants that a pass adds to a graph, named `name` and their number; those alike once."""
 

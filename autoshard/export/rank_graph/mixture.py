@@ -61,14 +61,13 @@ class Mixture:
 
 def mixtures(graph: fx.Graph) -> Iterator[Mixture]:
     """Those whose experts' rows are computed without a collective in between."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)):
-        found = _read(node, order)
+        found = _read(node)
         if found is not None:
             yield found
 
 
-def _read(result: fx.Node, order: dict[fx.Node, int]) -> Mixture | None:
+def _read(result: fx.Node) -> Mixture | None:
     product: Any = result.args[0]
     if list(result.args[1]) != [0] or len(result.args) > 2 or result.kwargs:  # type: ignore[arg-type]
         return None
@@ -92,7 +91,7 @@ def _read(result: fx.Node, order: dict[fx.Node, int]) -> Mixture | None:
     users = {user for node in inside for user in node.users}
     if x is None or users - inside.keys() - {said}:
         return None
-    return Mixture(result, picked, counted, out, tuple(sorted(inside, key=order.__getitem__)), x)
+    return Mixture(result, picked, counted, out, tuple(sorted(inside)), x)
 
 
 def _follow(out: fx.Node, experts: int, inside: dict[fx.Node, None]) -> fx.Node | None:

@@ -35,7 +35,7 @@ from torch import fx, nn
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.graph import RankWeight, fake_mode_of, inputs_of
 from autoshard.export.spec import DIMS
-from autoshard.passes import Context, Pass, Report
+from autoshard.passes import Context, Pass, Report, replace
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
@@ -62,8 +62,7 @@ class Tidy(Pass):
                 continue
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _OPTIONS}
             if node.target in _COPIES or _keeps_value(node):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+                replace(node, node.all_input_nodes[0])
                 report.hits += 1
         graph.eliminate_dead_code()
 
@@ -178,8 +177,7 @@ class NamePlaceholders(Pass):
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"constant_{constants}")
             last.meta = {**node.meta, HELD: value.detach().cpu()}
-            node.replace_all_uses_with(last)
-            gm.graph.erase_node(node)
+            replace(node, last)
             constants += 1
             report.hits += 1
 

@@ -123,7 +123,7 @@ def read_weights(source: WeightSource, graph: RankGraph, first: int = 0) -> dict
     parts: dict[str, torch.Tensor] = {}
     for target, weight in sorted(graph.weights.items(), key=lambda item: item[1].name):
         shards = [Shard(weight, graph.axis._replace(rank=rank)) for rank in ranks]
-        block = source.read(weight.name, [[shard] for shard in shards])
+        block = source.read(weight.name, [[shard.needs] for shard in shards])
         if mine >= len(shards):
             continue
         part = shards[mine].take(block.tensor, block.starts)

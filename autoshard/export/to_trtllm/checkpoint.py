@@ -6,11 +6,11 @@ engine backend and loads a Hugging Face directory instead (`autoshard.export.hug
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from autoshard.export.serial_graph import ModelGraph, model_graph, unwrapped
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
 from autoshard.export.to_trtllm.config import checkpoint_config
 from autoshard.export.to_trtllm.families import family_of
-from autoshard.export.to_trtllm.tensors import Entry, Piece, Split, check_split, rank_tensors
-from autoshard.export.weight_source import Block, WeightSource
+from autoshard.export.to_trtllm.tensors import Entry, Split, check_split, rank_tensors
+from autoshard.export.weight_source import Block, Region, WeightSource
 from autoshard.runtime import compat
 
 _REMEDY = (
@@ -147,13 +147,13 @@ def _write(
     uses = _uses(files)
     names = [name for name in source.parameters if name in uses]
     opened: dict[int, SafetensorsFile] = {}
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
 
         def begin() -> None:
             for rank in range(job.rank, len(files), job.size):
                 sizes = {entry.name: (entry.shape, entry.dtype) for entry in files[rank]}
                 path = destination.partial / f"rank{rank}.safetensors"
-                opened[rank] = stack.enter_context(SafetensorsFile(path, sizes))
+                opened[rank] = stack.enter_context(closing(SafetensorsFile(path, sizes)))
             if job.rank == 0:
                 text = json.dumps(config, indent=4)
                 (destination.partial / "config.json").write_text(text)
@@ -165,9 +165,9 @@ def _write(
 
         destination.attempt(begin)
         for done, name in enumerate(names, 1):
-            wanted: list[list[Piece]] = [[] for _ in range(job.size)]
+            wanted: list[list[Region]] = [[] for _ in range(job.size)]
             for rank, entry, i in uses[name]:
-                wanted[rank % job.size].append(entry.pieces[i])
+                wanted[rank % job.size].append(entry.pieces[i].needs)
             destination.attempt(partial(put, name, source.read(name, wanted)))
             if progress is not None and job.rank == 0:
                 progress(name, done, len(names))

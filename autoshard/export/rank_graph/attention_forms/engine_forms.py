@@ -26,6 +26,7 @@ more, without joining it on. Scores are float32.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,10 @@ import torch
 from torch import fx
 
 from autoshard.export.rank_graph.attention_forms.masks import LearnedBias, Sight
-from autoshard.export.rank_graph.graph import Constants
+from autoshard.export.rank_graph.graph import Constants, call_like
 from autoshard.export.rank_graph.operators import NONE, attention, is_expanded
 from autoshard.export.rank_graph.tidy import propagate
-from autoshard.passes import Context, Pass, Report
+from autoshard.passes import Context, Pass, Report, replace
 from autoshard.runtime.graph_meta import SIGHT
 
 aten = torch.ops.aten
@@ -172,13 +173,7 @@ def _expand(graph: fx.Graph, node: fx.Node, indices: Constants) -> None:
     query, key, value, mask, *_ = node.args
     heads: int = query.meta["val"].shape[1]  # type: ignore[union-attr]
     groups: int = key.meta["val"].shape[1]  # type: ignore[union-attr]
-    where = {k: v for k, v in node.meta.items() if k != "val"}
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = graph.call_function(target, args, kwargs)
-        new.meta = dict(where)
-        return new
-
+    call = functools.partial(call_like, node)
     with graph.inserting_before(node):
         if groups != heads:
             index = indices.node(torch.arange(groups).repeat_interleave(heads // groups))
@@ -204,9 +199,7 @@ def _expand(graph: fx.Graph, node: fx.Node, indices: Constants) -> None:
             weights = call(aten.div.Tensor, raised, call(aten.add.Tensor, total, sink))
         dtype = query.meta["val"].dtype  # type: ignore[union-attr]
         weights = call(aten._to_copy.default, weights, dtype=dtype)
-        made = call(aten.matmul.default, weights, value)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+        replace(node, call(aten.matmul.default, weights, value))
 
 
 def _masked(call: Any, scores: fx.Node, mask: Any) -> fx.Node:

@@ -28,7 +28,7 @@ from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.written import hides
-from autoshard.export.rank_graph.evaluation import Unknown, computed
+from autoshard.export.rank_graph.evaluation import Unknown, computed, is_known
 from autoshard.planning import reached
 
 aten = torch.ops.aten
@@ -176,7 +176,8 @@ def read_mask(mask: fx.Node, sizes: Mapping[str, str], largest: Mapping[str, int
     found: Sight | None = None
     learned: LearnedBias | None = None
     try:
-        terms, others = _terms(mask, lambda node: _pure(node, sizes, tried[0]))
+        small = {symbol: tried[0][name] for symbol, name in sizes.items()}
+        terms, others = _terms(mask, lambda node: is_known(lambda: computed(node, small, {})))
         if not terms:
             return None
         if others:
@@ -211,15 +212,6 @@ def read_mask(mask: fx.Node, sizes: Mapping[str, str], largest: Mapping[str, int
                 f"Give a maximum sequence of at most {PROVEN}.",
             )
     return found
-
-
-def _pure(node: fx.Node, sizes: Mapping[str, str], numbers: Mapping[str, int]) -> bool:
-    """Whether sizes and constants decide a value."""
-    try:
-        computed(node, {symbol: numbers[name] for symbol, name in sizes.items()}, {})
-    except Unknown:
-        return False
-    return True
 
 
 def _terms(mask: fx.Node, pure: Callable[[fx.Node], bool]) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -28,8 +28,9 @@ from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.masks import Sight, read_mask
+from autoshard.export.rank_graph.graph import call_like
 from autoshard.export.rank_graph.operators import NONE, UPPER_LEFT, attention
-from autoshard.passes import Context, Pass, Report, unrepeated
+from autoshard.passes import Context, Pass, Report, replace, unrepeated
 from autoshard.planning import arguments
 from autoshard.runtime.graph_meta import SIGHT
 
@@ -57,7 +58,7 @@ class PlainAttention(Pass):
             with graph.inserting_before(node):
                 given: Any = node.args
                 query, key, value, mask, *_ = given
-                heads = _unrepeated(graph, key), _unrepeated(graph, value)
+                heads = _unrepeated(key), _unrepeated(value)
                 if heads[0].meta["val"].shape[1] == heads[1].meta["val"].shape[1]:
                     key, value = heads
             sight = Sight(causal=True) if node.kwargs["causal"] == UPPER_LEFT else None
@@ -98,22 +99,21 @@ def _replace(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         new = graph.call_function(attention, (query, key, value, mask), kwargs)
     new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    replace(node, new)
 
 
-def _unrepeated(graph: fx.Graph, node: Any) -> Any:
+def _unrepeated(node: Any) -> Any:
     """The heads that `node`, [b, g * r, s, d], repeats r times each; `node` where it does not."""
     if node.target is aten.slice.Tensor and node.args[1] == 1:
-        return _part(graph, node)
+        return _part(node)
     found = unrepeated(node)
     return node if found is None else found
 
 
-def _part(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _part(node: fx.Node) -> fx.Node:
     """Some of the repeated heads, for a rank that shares key heads with others."""
     whole: Any = node.args[0]
-    source = _unrepeated(graph, whole)
+    source = _unrepeated(whole)
     if source is whole:
         return node
     start: Any = node.args[2]
@@ -125,8 +125,7 @@ def _part(graph: fx.Graph, node: fx.Node) -> fx.Node:
     whole_heads = start % repeats == 0 and end % repeats == 0
     if not whole_heads and first != last:
         return node
-    new = graph.call_function(aten.slice.Tensor, (source, 1, first, last + 1))
-    new.meta = {k: v for k, v in node.meta.items() if k != "val"}
+    new = call_like(node, aten.slice.Tensor, source, 1, first, last + 1)
     val = source.meta["val"]
     with val.fake_mode:
         new.meta["val"] = aten.slice.Tensor(val, 1, first, last + 1)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.export.rank_graph.graph import call_like
 from autoshard.export.rank_graph.operators import NONE, attention
 from autoshard.passes import Context, Pass, Report
 
@@ -80,12 +81,12 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:
     if any(node.meta["val"].dim() != (3 if joined else 4) for node in operands):
         return f"its products are not of {3 if joined else 4} dims each"
     with graph.inserting_before(final):
-        key = _transposed(graph, turned)
+        key = _transposed(turned)
         query, key = _narrow(query, key, value)
         if not _fit(query, key, value):
             return "batches or heads are not those of grouped heads"
         if scores.split is not None:
-            sizes = [_sizes(graph, query)[0], _sizes(graph, value)[1]]
+            sizes = [_sizes(query)[0], _sizes(value)[1]]
             shape: Any = scores.split.args[1]
             batch, heads = shape[:2]
 
@@ -94,26 +95,24 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:
                 if source is not None and source.meta["val"].dim() == 4:
                     if str(source.meta["val"].shape[1]) == str(heads):
                         return source  # type: ignore[no-any-return]
-                shape = [batch, heads, *_sizes(graph, node)]
-                return _call(graph, node, aten.reshape.default, node, shape)
+                shape = [batch, heads, *_sizes(node)]
+                return _call(node, aten.reshape.default, node, shape)
 
             query, key, value = apart(query), apart(key), apart(value)
         mask: fx.Node | None = None
         for one, within in scores.terms:
-            term = _apart(graph, _added(graph, one), within)
+            term = _apart(_added(one), within)
             if term is None:
                 return "a term of joined heads has other dims than the scores"
-            mask = term if mask is None else _call(graph, term, aten.add.Tensor, mask, term)
+            mask = term if mask is None else _call(term, aten.add.Tensor, mask, term)
         kwargs: dict[str, Any] = {"causal": NONE, "scale": scores.scale}
         if scores.softcap is not None:
             kwargs["softcap"] = scores.softcap
         if scores.sinks is not None:
             kwargs["sinks"] = scores.sinks
-        new = graph.call_function(attention, (query, key, value, mask), kwargs)
-        new.meta = {k: v for k, v in softmax.meta.items() if k != "val"}
-        _set(new)
+        new = _call(softmax, attention, query, key, value, mask, **kwargs)
         if scores.split is not None:
-            new = _call(graph, final, aten.reshape.default, new, [-1, *sizes])
+            new = _call(final, aten.reshape.default, new, [-1, *sizes])
     final.replace_all_uses_with(new)
     return ""
 
@@ -222,15 +221,15 @@ def hides(node: Any) -> bool:
     return bool(number <= torch.finfo(node.meta["val"].dtype).min / 2)
 
 
-def _added(graph: fx.Graph, term: fx.Node) -> fx.Node:
+def _added(term: fx.Node) -> fx.Node:
     """What is to be added to scores: of a choice that hides some, 0 for the others."""
     if term.target is not aten.where.self:
         return term
     chosen: Any = term.args
     (hidden,) = [one for one in chosen[1:] if hides(one)]
-    none = _call(graph, hidden, aten.full.default, [], 0, dtype=hidden.meta["val"].dtype)
+    none = _call(hidden, aten.full.default, [], 0, dtype=hidden.meta["val"].dtype)
     values = [hidden, none] if chosen[1] is hidden else [none, hidden]
-    return _call(graph, term, aten.where.self, chosen[0], *values)
+    return _call(term, aten.where.self, chosen[0], *values)
 
 
 def _is_row(node: Any) -> bool:
@@ -246,14 +245,14 @@ def _column(node: Any) -> fx.Node | None:
     return node if len(shape) == 4 and tuple(shape[2:]) == (1, 1) else None
 
 
-def _transposed(graph: fx.Graph, turned: fx.Node) -> fx.Node:
+def _transposed(turned: fx.Node) -> fx.Node:
     """The keys whose last two dims were exchanged."""
     rank = turned.meta["val"].dim()
     if turned.target is aten.transpose.int:
         given: Any = turned.args
         if {dim % rank for dim in given[1:3]} == {rank - 1, rank - 2}:
             return given[0]  # type: ignore[no-any-return]
-    return _call(graph, turned, aten.transpose.int, turned, -1, -2)
+    return _call(turned, aten.transpose.int, turned, -1, -2)
 
 
 def _fit(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
@@ -278,40 +277,35 @@ def _narrow(query: Any, key: Any, value: fx.Node) -> tuple[Any, Any]:
     return sources[0], sources[1]
 
 
-def _apart(graph: fx.Graph, term: fx.Node, split: fx.Node | None) -> fx.Node | None:
+def _apart(term: fx.Node, split: fx.Node | None) -> fx.Node | None:
     """A term for scores of [batch, heads, queries, keys]; of [batch * heads, ...] taken apart."""
     if split is None:
         return term
     if term.meta["val"].dim() != 3:
         return None
     shape: Any = split.args[1]
-    return _call(graph, term, aten.reshape.default, term, [*shape[:2], *_sizes(graph, term)])
+    return _call(term, aten.reshape.default, term, [*shape[:2], *_sizes(term)])
 
 
-def _sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
+def _sizes(node: fx.Node) -> list[Any]:
     """The last two sizes of a tensor, as arguments."""
     shape = node.meta["val"].shape
     found = []
     for dim in range(len(shape) - 2, len(shape)):
         size: Any = shape[dim]
         if not isinstance(size, int):
-            size = graph.call_function(aten.sym_size.int, (node, dim))
+            size = node.graph.call_function(aten.sym_size.int, (node, dim))
             size.meta["val"] = shape[dim]
         found.append(size)
     return found
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    made = graph.call_function(target, args, kwargs)
-    made.meta = {k: v for k, v in like.meta.items() if k != "val"}
-    _set(made)
-    return made
-
-
-def _set(node: fx.Node) -> None:
-    """Compute the value of a new node."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    near = (*node.all_input_nodes, node.prev, node.next)  # a constant reads nothing
+def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call and its value."""
+    made = call_like(like, target, *args, **kwargs)
+    args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda n: n.meta["val"])
+    near = (*made.all_input_nodes, made.prev, made.next)  # a constant reads nothing
     tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
     with tensor.fake_mode, torch.no_grad():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        made.meta["val"] = target(*args, **kwargs)
+    return made

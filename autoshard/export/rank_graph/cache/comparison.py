@@ -16,8 +16,6 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.graph import RankGraph
 
-_c10d = torch.ops._c10d_functional
-
 Runner = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Inputs by name -> outputs by name."""
 

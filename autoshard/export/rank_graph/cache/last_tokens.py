@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autoshard.export.rank_graph.evaluation import depends, reads
-from autoshard.export.rank_graph.graph import CACHES, add_input, inputs_of
+from autoshard.export.rank_graph.graph import CACHES, add_input, call_like, inputs_of
 from autoshard.export.rank_graph.operators import attention, update_cache
 from autoshard.export.rank_graph.tidy import propagate
 from autoshard.passes import Context, Pass, Report
@@ -67,8 +67,7 @@ class KeepLastTokens(Pass, optional=True):
             for dim in range(1, val.dim()):
                 index = graph.call_function(aten.unsqueeze.default, (index, dim))
             index = graph.call_function(aten.expand.default, (index, [-1, 1, *val.shape[2:]]))
-            cut = graph.call_function(aten.gather.default, (source, 1, index))
-        cut.meta = {k: v for k, v in source.meta.items() if k != "val"}
+            cut = call_like(source, aten.gather.default, source, 1, index)
         _rewrite(graph, behind, source, cut, self.sequence)
         propagate(graph)
         report.hits += 1
@@ -115,9 +114,7 @@ def _rewrite(
             return node.target(*args)  # type: ignore[operator]
         if node.target is operator.mul and 1 in args:
             return args[1 - args.index(1)]
-        made = graph.call_function(node.target, args)  # type: ignore[arg-type]
-        made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        return made
+        return call_like(node, node.target, *args)
 
     def put(arg: Any) -> Any:
         if arg is source:

@@ -45,7 +45,7 @@ from autoshard.export.rank_graph.evaluation import (
     reads,
     symbol_of,
 )
-from autoshard.export.rank_graph.graph import add_input, inputs_of
+from autoshard.export.rank_graph.graph import add_input, call_like, inputs_of
 from autoshard.export.rank_graph.operators import LOWER_RIGHT, NONE, attention, update_cache
 from autoshard.export.rank_graph.tidy import propagate
 from autoshard.passes import Context, Pass, Report
@@ -206,9 +206,7 @@ def _caches(graph: fx.Graph, ids: fx.Node, nodes: list[fx.Node], max_length: int
         operands = []
         with graph.inserting_before(node):
             for cache, operand in zip(pair, node.args[1:3]):
-                new = graph.call_function(update_cache, (cache, operand, lengths))
-                new.meta = {k: v for k, v in node.meta.items() if k != "val"}
-                operands.append(new)
+                operands.append(call_like(node, update_cache, cache, operand, lengths))
         if node.meta[SIGHT].plain and not is_expanded(node):
             node.args = (node.args[0], *operands, None, total)
             node.kwargs = {**node.kwargs, "causal": LOWER_RIGHT}
@@ -235,8 +233,7 @@ class Lookups:
     def __init__(self, tables: Tables, batches: Places, tokens: fx.Node, lengths: fx.Node) -> None:
         self.tables, self.batches, self.graph = tables, batches, tables.graph
         extent = tokens.meta["val"].shape[0]
-        first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        with self.graph.inserting_before(first):
+        with self.graph.inserting_before(_first_call(self.graph)):
             self.size = self._call(aten.sym_size.int, tokens, 1)
             self.rows = (
                 extent if isinstance(extent, int) else self._call(aten.sym_size.int, tokens, 0)

@@ -27,12 +27,12 @@ from autoshard.export.rank_graph.evaluation import (
     Mixed,
     Numbers,
     Place,
-    Unknown,
     computed,
     found_in,
+    is_known,
     reads,
 )
-from autoshard.export.rank_graph.graph import Constants
+from autoshard.export.rank_graph.graph import Constants, call_like
 
 aten = torch.ops.aten
 
@@ -146,11 +146,7 @@ class Tables:
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether sizes and constants decide a value."""
-        try:
-            self._value(node, _TRIED[0])
-        except Unknown:
-            return False
-        return True
+        return is_known(lambda: self._value(node, _TRIED[0]))
 
     def _proven(self, node: fx.Node, place: Place) -> torch.Tensor:
         """The value for as many tokens as the cache holds, of which shorter ones are the first
@@ -227,9 +223,7 @@ class Tables:
 
         with self.graph.inserting_before(node):
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), given)
-            made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        self._copies[node] = made
+            made = self._copies[node] = call_like(node, node.target, *args, **kwargs)
         return made
 
     def _check_rows(self, node: fx.Node) -> None:
