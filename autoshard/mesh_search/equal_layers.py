@@ -100,7 +100,7 @@ def _are_equal(layers: Sequence[Sequence[fx.Node]]) -> bool:
             if number > 1 and reads(number, node) != reads(1, layers[1][k]):
                 return False
             later = (at.get(user, (len(layers),))[0] for user in node.users)
-            if number + 1 < len(layers) and any(one > number + 1 for one in later):
+            if any(one > number + 1 for one in later):
                 return False
     return True
 

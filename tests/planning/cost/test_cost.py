@@ -168,6 +168,11 @@ def test_an_all_to_all_leaves_the_node_over_the_link_of_a_rank() -> None:
         assert ring == pytest.approx(15 / 16 * 50 / 400)
     near = replace(h100.link(8, 1), latency=0.0)
     assert collective_seconds("all_to_all", nbytes, 8, near, copies=8) == nbytes * 7 / 8 / 450e9
+    sheet = h100.link(16, 1)
+    real = replace(h100, efficiency=Efficiency(links=0.5, memory=0.25)).real(sheet)
+    assert real.across is not None and sheet.across is not None
+    got, given = ((x.bandwidth, x.across.way, x.copy_bandwidth) for x in (real, sheet))
+    assert got == (given[0] / 2, given[1] / 2, given[2] / 4)
 
 
 @pytest.mark.parametrize(

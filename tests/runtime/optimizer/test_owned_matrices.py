@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 import autoshard
@@ -163,6 +165,41 @@ def test_stacks_of_experts(gloo2: Any, sizes: Sizes, placed: Any) -> None:
             each = [high - low for low, high in rows]
             assert sorted(each) == [count // 2, -(-count // 2)]
             assert "ep" not in sizes or each == [-(-count // 2), count // 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("cls", [optim.Muon, Preconditioned, StackedMuon])
+def test_what_an_owner_steps_is_what_one_device_steps(rank: int, cls: Any) -> None:
+    """Of copies nothing travels to an owner: it is right where nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        mesh = init_mesh({"dp_replicate": 2}, "cpu")
+        shapes: Any = STACKS if cls is StackedMuon else SHAPES
+        alone = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        held = [stored(p.detach(), {}, mesh) for p in alone]
+        optimizer, serial = autoshard.optimizer(cls(held, lr=0.05)), cls(alone, lr=0.05)
+        for _ in range(3):
+            for p, q in zip(held, alone):
+                q.grad = torch.randn(q.shape)
+                p.grad = stored(q.grad, {}, mesh)
+            optimizer.step()
+            serial.step()
+        matrices, stepped = optimizer.__dict__["_autoshard_parts"].owned, 0
+        assert len(matrices) == len(held)
+        for matrix, p, q in zip(matrices, held, alone):
+            low, high = matrix.rows[rank]
+            stepped += high > low
+            if high > low:
+                mine = pytree.tree_leaves((p, optimizer.state[p]))
+                theirs = pytree.tree_leaves((q, serial.state[q]))
+                for one, other in zip(mine, theirs, strict=True):
+                    local = one.to_local() if hasattr(one, "to_local") else torch.as_tensor(one)
+                    whole, rows = torch.as_tensor(other), slice(low, high)
+                    both = (local, whole) if whole.shape != q.shape else (local[rows], whole[rows])
+                    torch.testing.assert_close(*both, rtol=0, atol=1e-6 * (cls is StackedMuon))
+        assert stepped
+    finally:
+        dist.destroy_process_group()
 
 
 #: Steps of a stack (a cube: no size tells one dim from another) of which each matrix is by itself;

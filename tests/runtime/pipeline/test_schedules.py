@@ -9,6 +9,7 @@ from autoshard.runtime.pipeline.schedules import (
     Action,
     ScheduleShape,
     is_possible,
+    kept_at_once,
     most_kept,
     picture,
     timeline,
@@ -51,6 +52,13 @@ def test_a_schedule_does_all_and_is_idle_as_the_formula_says(
         actions = SCHEDULES[name](rank, shape)
         each = [Action(work, k, c) for work in works for k in range(count) for c in range(chunks)]  # type: ignore[arg-type]
         assert sorted(actions) == sorted(each)
+        alive = [[0] * chunks]  # after each action
+        for one in (one for one in actions if one.work != "I"):
+            change = 1 if one.work == "F" else -1
+            alive.append([n + change * (c == one.chunk) for c, n in enumerate(alive[-1])])
+        at_once = kept_at_once(name, shape, rank)
+        assert at_once in alive and sum(at_once) == max(map(sum, alive)) > sum(alive[-1]) == 0
+        assert most_kept(name, shape, rank) == [max(each) for each in zip(*alive)]
 
 
 def test_groups_of_an_interleaved_schedule_are_of_one_size() -> None:
