@@ -237,7 +237,7 @@ class TraceState:
         self._seen: dict[int, tuple[Any, Any]] = {}
         self._extra = extra
         self._position = 0
-        self._inference: list[bool] = []
+        self.inference: list[bool] = []  # of the regions around the node
 
     def next_extra(self) -> Any:
         self._position += 1
@@ -253,7 +253,7 @@ class TraceState:
         self._look(operands)
         meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
         before = dict(meta)
-        if not self.grad or any(self._inference):
+        if not self.grad or any(self.inference):
             meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
         if self.random_states:
             meta["custom"] = {**meta.get("custom", {}), RANDOM_STATE: self.random_states[-1]}
@@ -278,15 +278,6 @@ class TraceState:
         self.extra_outputs.append(value)
         return Slot(len(self.extra_outputs) - 1)
 
-    def nothing(self, args: Any) -> None:
-        """Saved-tensor hooks are the caller's; no tensor is saved during a trace."""
-
-    def enter_inference(self, args: Any) -> None:
-        self._inference.append(bool(args[0]))
-
-    def exit_inference(self, args: Any) -> None:
-        self._inference.pop()
-
     def set_grad(self, args: Any) -> None:
         self.grad = bool(args[0])
 
@@ -295,12 +286,6 @@ class TraceState:
             self.random_states.pop()
         else:
             self.random_states.append(args[0])
-
-    def enter_autocast(self, args: Any) -> None:
-        self.mode.enter_region(*args)
-
-    def exit_autocast(self, args: Any) -> None:
-        self.mode.leave_region()
 
     def opaque(self, args: Any, kwargs: Any) -> Any:
         """Record an opaque node and return its values, which are extra inputs."""
@@ -335,14 +320,15 @@ def unwrap(value: Any) -> Any:
 
 
 # Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.
-_REGIONS: dict[Any, Callable[[TraceState, Any], None]] = {
+_REGIONS: dict[Any, Callable[[TraceState, Any], Any]] = {
     compat.SET_GRAD: TraceState.set_grad,
     region: TraceState.fork,
-    compat.ENTER_AUTOCAST: TraceState.enter_autocast,
-    compat.EXIT_AUTOCAST: TraceState.exit_autocast,
-    compat.ENTER_INFERENCE: TraceState.enter_inference,
-    compat.EXIT_INFERENCE: TraceState.exit_inference,
-    **dict.fromkeys(compat.SAVED_TENSOR_HOOKS, TraceState.nothing),
+    compat.ENTER_AUTOCAST: lambda state, args: state.mode.enter_region(*args),
+    compat.EXIT_AUTOCAST: lambda state, args: state.mode.leave_region(),
+    compat.ENTER_INFERENCE: lambda state, args: state.inference.append(bool(args[0])),
+    compat.EXIT_INFERENCE: lambda state, args: state.inference.pop(),
+    # hooks of saved tensors are the caller's; no tensor is saved during a trace
+    **dict.fromkeys(compat.SAVED_TENSOR_HOOKS, lambda state, args: None),
 }
 
 

@@ -140,11 +140,9 @@ class Rebuild:
             return self._hop_value(index)
         name = self._attribute(item.constant, item.value)
         new = self.graph.get_attr(name)
-        self._value(new, self._traced_input(index).meta["val"], _requires_grad(item.value))
+        traced = self.placeholders[index + len(self.inputs)]
+        self._value(new, traced.meta["val"], _requires_grad(item.value))
         return new
-
-    def _traced_input(self, index: int) -> fx.Node:
-        return self.placeholders[index + len(self.inputs)]
 
     def _attribute(self, name: str, value: Any) -> str:
         """Attach a constant or a subgraph to the result under a free name."""
@@ -172,13 +170,9 @@ class Rebuild:
         if node.target is aten.copy.default:
             self.env[node] = self._with_gradient(node, self._copy(node))
             return
-        custom = dict(node.meta.get("custom", {}))
-        no_grad = custom.pop(NO_GRAD, False) and node.target is not operator.getitem
         new = self.graph.node_copy(node, self._at)
-        new.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
-        if custom:
-            new.meta["custom"] = custom
-        if no_grad:
+        new.meta = _kept(node.meta)
+        if _is_hidden(node.meta) and node.target is not operator.getitem:
             self._detach_operands(new)
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
@@ -205,7 +199,7 @@ class Rebuild:
     def _copy(self, node: fx.Node) -> fx.Node:
         """`copy(destination, source)`, which has no derivative, as cast or clone and expand."""
         destination, source = (self._at(arg) for arg in node.args[:2])  # type: ignore[arg-type]
-        hidden = bool(node.meta.get("custom", {}).get(NO_GRAD))
+        hidden = _is_hidden(node.meta)
         if hidden and source.meta[DIFF]:
             source = self._detached(source, node)
         want, have = node.meta["val"], source.meta["val"]
@@ -229,10 +223,7 @@ class Rebuild:
     def _derived(self, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """A node that is not in the trace, made on behalf of a traced node."""
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
-        custom = {k: v for k, v in like.meta.get("custom", {}).items() if k != NO_GRAD}
-        if custom:
-            new.meta["custom"] = custom
+        new.meta = _kept(like.meta)
         values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         self._value(new, target(*values[0], **values[1]), self._is_differentiable(new))
         return new
@@ -268,12 +259,9 @@ class Rebuild:
             operands.append(operand)
         args, kwargs = pytree.tree_unflatten(operands, hop.spec)
         new = self.graph.call_function(hop.node.target, args, kwargs)  # type: ignore[arg-type]
-        custom = dict(hop.meta.get("custom", {}))
-        new.meta = {key: hop.meta[key] for key in _KEPT_META if key in hop.meta}
-        if custom.pop(NO_GRAD, False):
+        new.meta = _kept(hop.meta)
+        if _is_hidden(hop.meta):
             self._detach_operands(new)
-        if custom:
-            new.meta["custom"] = custom
         val = hop.node.meta["example_value"]
         self._value(new, val, self._is_differentiable(new))
         if not isinstance(val, (tuple, list)):
@@ -323,6 +311,18 @@ class Rebuild:
             node.meta[DIFF] = differentiable and any(
                 t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
             )
+
+
+def _kept(meta: dict[str, Any]) -> dict[str, Any]:
+    """What a node has of the metadata of the traced one that it stands for."""
+    kept = {key: meta[key] for key in _KEPT_META if key in meta}
+    custom = {k: v for k, v in meta.get("custom", {}).items() if k != NO_GRAD}
+    return {**kept, "custom": custom} if custom else kept
+
+
+def _is_hidden(meta: dict[str, Any]) -> bool:
+    """Whether a node was traced in a region without gradients."""
+    return bool(meta.get("custom", {}).get(NO_GRAD))
 
 
 def _requires_grad(val: Any) -> bool:

@@ -171,7 +171,11 @@ def _trace(
             own = wrapped[: len(inputs)]
             state = TraceState(mode, wrapped[len(inputs) :], grad)
             outputs = pytree.tree_leaves(Interpreter(gm, state).run(*own))
-            mutated = tuple(i for i, w in enumerate(own) if _mutated(w))
+            mutated = tuple(
+                i
+                for i, w in enumerate(own)
+                if isinstance(w, FunctionalTensor) and compat.has_data_mutation(w)
+            )
             seen.append(Seen(state, len(outputs), mutated))
             outputs += [own[i] for i in mutated]
             return [unwrap(value) for value in outputs] + state.extra_outputs
@@ -205,9 +209,3 @@ def _refuse_aliases(
                     where=source_line(placeholders[i].meta.get("stack_trace")),
                     remedy="Pass one of them as a clone().",
                 )
-
-
-def _mutated(wrapped: Any) -> bool:
-    if not isinstance(wrapped, FunctionalTensor):
-        return False
-    return compat.has_data_mutation(wrapped)

@@ -12,6 +12,12 @@ from typing import Any
 
 from autoshard.errors import ConfigError, did_you_mean, shown
 
+
+def _own(*fields: str) -> dict[str, str]:
+    """Entries that have the names of their fields."""
+    return {name: name for name in fields}
+
+
 GROUPS: dict[str, dict[str, str]] = {
     "memory": {
         "budget": "memory_budget",
@@ -19,11 +25,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "optimizer_states": "optimizer_states",
         "chunk_loss": "chunk_loss",
     },
-    "pipeline": {
-        "microbatches": "microbatches",
-        "schedule": "schedule",
-        "virtual_stages": "virtual_stages",
-    },
+    "pipeline": _own("microbatches", "schedule", "virtual_stages"),
     "gradients": {
         "reduction": "gradient_reduction",
         "defer": "defer_reduction",
@@ -35,14 +37,10 @@ GROUPS: dict[str, dict[str, str]] = {
         "weights": "initial_weights",
         "compare_every": "compare_every",
     },
-    "planner": {
-        "sequence_parallel": "sequence_parallel",
-        "ep_exchange": "ep_exchange",
-        "bucket_bytes": "bucket_bytes",
-        "fuse_collectives": "fuse_collectives",
-        "recompute_collectives": "recompute_collectives",
-        "recover_masks": "recover_masks",
-    },
+    "planner": _own(
+        *("sequence_parallel", "ep_exchange", "bucket_bytes", "fuse_collectives"),
+        *("recompute_collectives", "recover_masks"),
+    ),
 }
 """By option: the fields of `Config` by entry."""
 

@@ -111,13 +111,12 @@ def _choice(default: Any, choices: tuple[Any, ...], doc: str) -> Any:
     )
 
 
+def _count(what: str, doc: str) -> Any:
+    return _option(None, f"{what}, or None", lambda v: v is None or _is_positive_int(v), doc)
+
+
 def _bytes(doc: str) -> Any:
-    return _option(
-        None,
-        "a positive number of bytes (int), or None",
-        lambda value: value is None or _is_positive_int(value),
-        doc,
-    )
+    return _count("a positive number of bytes (int)", doc)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,10 +288,8 @@ class Config:
         _is_positive_int,
         "Calls of graphs, in the long run, between comparisons of all so far: 16 bytes a time.",
     )
-    microbatches: int | None = _option(
-        None,
-        "a positive int, or None",
-        lambda value: value is None or _is_positive_int(value),
+    microbatches: int | None = _count(
+        "a positive int",
         "Parts in which a pipeline (`pp` in the mesh) runs a batch; None: four a stage, or the "
         "largest divisor of the batch below that.",
     )
@@ -302,10 +299,8 @@ class Config:
         "The order of forwards and backwards on the stages of a pipeline (pipeline.md); None: that "
         "of `plan`, or '1f1b'.",
     )
-    virtual_stages: int | None = _option(
-        None,
-        "a positive int, or None",
-        lambda value: value is None or _is_positive_int(value),
+    virtual_stages: int | None = _count(
+        "a positive int",
         "Stages of each rank of a pipeline with schedule='interleaved'; None: two.",
     )
     strict: bool = _flag(
