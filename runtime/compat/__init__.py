@@ -44,7 +44,6 @@ from autoshard.runtime.compat.dynamo import (
     READS_AS,
     at_first_call,
     lighten_guards,
-    specialize_floats,
     store_in_trace,
     trace_as_ours,
     traced_as_ours,
@@ -68,6 +67,7 @@ from autoshard.runtime.compat.frames import (
     not_traced,
     registered_backend,
     running_ddp,
+    specialize_floats,
 )
 from autoshard.runtime.compat.groups import (
     OwnSums,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch._dynamo.variables.builtin as _builtins
-from torch import fx, nn
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
+from torch import nn
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.source import AttrSource, TypeSource
-from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.tensor import TensorVariable
@@ -168,26 +168,6 @@ def traced_as_ours() -> bool:
     return is_ours(tx.output.compiler_fn)
 
 
-def specialize_floats(gm: fx.GraphModule) -> None:
-    """Have Dynamo trace again with the Python floats that it made inputs of `gm` as constants.
-
-    It does so to floats that change between calls, and to all with `dynamic=True`: a tensor that
-    holds the float, and its item, which AOTAutograd takes apart with the symbol Dynamo left on it.
-    Our capture has no such symbols. The float is guarded: another one is another program.
-    """
-    found = set()
-    for node in gm.graph.nodes:
-        item = getattr(node.meta.get("example_value"), "item_memo", None)
-        # a float that a tensor of the user holds has no value yet
-        if node.op == "placeholder" and isinstance(item, torch.SymFloat) and item.node.has_hint():
-            found.add(item.node._expr.name)
-    new = {name for name in found if not TensorifyState.should_specialize(name)}
-    for name in new:
-        TensorifyState.specialize(name)
-    if new:
-        raise TensorifyScalarRestartAnalysis("autoshard takes Python floats for constants")
-
-
 READS_AS = "_autoshard_sync"
 """The attribute of a module with stored parameters that says as what a graph reads them."""
 
@@ -219,7 +199,8 @@ def store_in_trace(
         if read:
             module = guard.originating_source.base.base  # what has the dict that it is in
             readers[_name(module)] = module
-        for of in filter(None, map(_of_class, _chain(guard.originating_source))):
+        compared = _chain(guard.originating_source) + _chain(_other(guard))
+        for of in filter(None, map(_of_class, compared)):
             if isinstance(module := _said(of, scope), nn.Module):
                 classes.setdefault(of, ([], type(module)))[0].append(guard)
             stands = stands and not isinstance(module, _Unsaid)
@@ -235,9 +216,11 @@ def store_in_trace(
     ):
         raise RestartTrace(keep=moved)
     for guard in {id(guard): guard for of in replaced for guard in classes[of][0]}.values():
-        source = _of_extended(guard.originating_source, replaced)
+        source, create = _of_extended(guard.originating_source, replaced), guard.create_fn
+        if other := _other(guard):
+            create = functools.partial(create, source_b=_of_extended(other, replaced))
         guards.discard(guard)
-        guards.add(Guard(source, guard.create_fn, stack=guard.stack, user_stack=guard.user_stack))
+        guards.add(Guard(source, create, stack=guard.stack, user_stack=guard.user_stack))
     for module in readers.values():
         guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
     tx.output.__dict__["_autoshard_moved"] = moved  # Dynamo's records go by their ids
@@ -268,6 +251,11 @@ def _chain(source: Any) -> list[Any]:
     return [] if source is None else [source, *_chain(getattr(source, "base", None))]
 
 
+def _other(guard: Guard) -> Any:
+    """The source that a guard compares with its own."""
+    return getattr(guard.create_fn, "keywords", {}).get("source_b")
+
+
 def _of_class(source: Any) -> str:
     """What a source is the class of, as an expression; "": it is of none."""
     return _name(source.base) if isinstance(source, TypeSource) else ""
@@ -292,7 +280,7 @@ def _is_read(guard: Guard, sources: Container[str]) -> bool | None:
     as another module; None: it says something else of one."""
     said: Mapping[str, Any] = getattr(guard.create_fn, "keywords", {})
     owner = _PARAMETER.search(guard.name)
-    if _name(said.get("source_b")) in sources:
+    if _name(_other(guard)) in sources:
         return True if owner and owner[0] == guard.name else None
     if owner and owner[0] in sources:
         alike = guard.create_fn_name() == "TENSOR_MATCH" and owner[0] == guard.name

@@ -17,6 +17,7 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     UnspecializeRestartAnalysis,
 )
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -148,6 +149,26 @@ def _source_path(source: Any) -> tuple[tuple[str, ...], str]:
     if getattr(base, "member", None) in _CONTAINERS:
         path = path[:-1]
     return (*path, str(index)), index if isinstance(index, str) else key
+
+
+def specialize_floats(gm: fx.GraphModule) -> None:
+    """Have Dynamo trace again with the Python floats that it made inputs of `gm` as constants.
+
+    It does so to floats that change between calls, and to all with `dynamic=True`: a tensor that
+    holds the float, and its item, which AOTAutograd takes apart with the symbol Dynamo left on it.
+    Our capture has no such symbols. The float is guarded: another one is another program.
+    """
+    found = set()
+    for node in gm.graph.nodes:
+        item = getattr(node.meta.get("example_value"), "item_memo", None)
+        # a float that a tensor of the user holds has no value yet
+        if node.op == "placeholder" and isinstance(item, torch.SymFloat) and item.node.has_hint():
+            found.add(item.node._expr.name)
+    new = {name for name in found if not TensorifyState.should_specialize(name)}
+    for name in new:
+        TensorifyState.specialize(name)
+    if new:
+        raise TensorifyScalarRestartAnalysis("autoshard takes Python floats for constants")
 
 
 def hold_sizes(tensors: Sequence[torch.Tensor]) -> bool:

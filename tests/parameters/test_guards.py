@@ -142,6 +142,16 @@ def test_what_the_model_reads_itself_is_guarded(trained: Any) -> None:
     assert step() == 2
 
 
+class Asking(nn.Linear):
+    """Asks for the method of its class."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if type(self).forward is ASKED else -x)
+
+
+ASKED = Asking.forward
+
+
 class Reads(Scaled):
     """Asks more of a parameter than its value, or of a class with parameters, by what is named."""
 
@@ -151,6 +161,8 @@ class Reads(Scaled):
         super().__init__()
         self.what, self.kept = what, None
         self.shift = nn.Parameter(torch.zeros(LENGTH))
+        if "classes" in what:
+            self.layers = nn.ModuleList(Asking(LENGTH, LENGTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> Any:
         weight = self.layers[0].weight
@@ -168,7 +180,7 @@ class Reads(Scaled):
     ("what", "traces"),
     [
         *([("reads", 1), ("reads of its class", 1), ("returns", 2), ("keeps", 2), ("asks", 2)]),
-        *([("reads, as if it returned", 2), ("reads in no_sync", 2)]),
+        *([("reads, as if it returned", 2), ("reads in no_sync", 2), ("reads of its classes", 1)]),
     ],
 )
 def test_one_trace_serves_plain_and_stored_parameters(
