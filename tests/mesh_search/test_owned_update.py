@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import autoshard
 from autoshard.errors import ConfigError
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, Weight, owned_update
+from autoshard.runtime.optimizer import Work
 
 SHAPES = [(64, 32), (32, 64)] * 2
 
@@ -65,6 +67,7 @@ def test_bytes_are_those_of_the_formula_and_products_are_once(
     # a momentum where AdamW has two moments
     assert plain.memory.optimizer - row.memory.optimizer == 4 * numel // parts
     assert row.timing.optimizer > plain.timing.optimizer and not plain.owned.matrices
+    assert row.timing.optimizer > row.owned.seconds  # the other parameters
 
 
 def test_experts_are_stepped_where_they_are() -> None:
@@ -81,6 +84,23 @@ def test_experts_are_stepped_where_they_are() -> None:
     assert alone.flops == on_ep.flops and alone.seconds == pytest.approx(2 * on_ep.seconds, 1e-3)
     # beside copies each gets the other's half
     assert found(Layout(shard=2, experts=2, replicate=2)).sent == 2 * 6 * 16 * 8
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (1024, 1024)])  # reads for longer, and computes
+def test_an_owner_computes_and_waits_for_what_it_lacks(shape: tuple[int, int]) -> None:
+    training, machine = Training("muon"), cluster("h100")
+    same: Any = {"itemsize": 2, "trained": True, "use": 0, "again": True, "hidden": True}
+    matrix = Weight(name="w", shape=shape, whole_shape=shape, **same)
+    for other, moments in (replace(matrix, trained=False), 0), (replace(matrix, hidden=False), 2):
+        assert other.work(training) == Work(moments=moments)
+    work, share = matrix.work(training), machine.efficiency
+    computes = work.flops / (machine.device.peak(work.dtype) * share.compute)
+    reads = work.nbytes / (machine.device.memory_bandwidth * share.memory)
+    assert (computes > reads) == (shape[0] > 64)
+    waits = (work.sent + work.returned) / (machine.link(2, 1).bandwidth * share.links)
+    for shard in (1, 2):
+        took = owned_update([matrix], Layout(shard=shard), training, machine, 1).seconds
+        assert took == pytest.approx(max(computes, reads) + waits * (1 - 1 / shard), 1e-3)
 
 
 def test_what_is_no_optimizer_says_what_is() -> None:
