@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import ConfigError
@@ -143,6 +143,32 @@ def options_and_entries(
     known = Config.names()
     options = {name: value for name, value in named.items() if name in known}
     return options, {name: value for name, value in named.items() if name not in known}
+
+
+def with_fields(options: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Options with other fields of `Config`; None: without them."""
+    from autoshard.config import fields_of, nested
+
+    given = {**fields_of(options), **fields}
+    return nested({name: value for name, value in given.items() if value is not None})
+
+
+def roomier(options: Mapping[str, Any], found: MeshSearch) -> Iterator[dict[str, Any]]:
+    """Options for where activations alone keep every mesh from fitting, the dearest last: logits
+    that the model returns are withheld, then values wait on the host, of whose memory a rank has as
+    much as a device has. What `options` name stays."""
+    from autoshard.config import fields_of
+
+    given, more, device = fields_of(options), dict[str, Any](), found.cluster.device
+    limit = given.get("memory_budget") or found.cluster.usable_bytes
+    least = min((row.memory.total - row.memory.activations for row in found.rows), default=limit)
+    if found.best is not None or least >= limit:
+        return
+    host = int(device.memory_bytes) if device.host is not None else None
+    for name, value in (("chunk_loss", True), ("host_memory", host)):
+        if value is not None and given.get(name) in (None, "auto"):
+            more[name] = value
+            yield with_fields(options, **more)
 
 
 _FLAGS: dict[str, dict[str, Any]] = {

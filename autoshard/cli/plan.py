@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,7 +17,9 @@ from autoshard.cli.arguments import (
     batch_size,
     imbalance,
     options_and_entries,
+    roomier,
     shared_arguments,
+    with_fields,
     world_size,
 )
 from autoshard.errors import AutoshardError
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     if arguments.optimizer_states:
-        options = _with(options, optimizer_states=arguments.optimizer_states)
+        options = with_fields(options, optimizer_states=arguments.optimizer_states)
     training = Training(
         arguments.optimizer,
         arguments.recipe,
@@ -108,19 +111,22 @@ def run(arguments: argparse.Namespace) -> None:
     dtype = getattr(torch, arguments.dtype)
     call = load_on_meta(arguments.model, arguments.batch, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)
-    found = search_meshes(
-        call.model,
-        call.args,
-        call.kwargs,
-        world=arguments.world,
-        hardware=DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware,
-        mesh=arguments.mesh,
-        training=training,
-        progress=ProgressLine(),
-        **options,
-    )
+    asked: dict[str, Any] = {"world": arguments.world, "mesh": arguments.mesh, "training": training}
+    asked["hardware"] = DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware
+
+    def search(given: Mapping[str, Any]) -> MeshSearch:
+        more = {**asked, **given, "progress": ProgressLine()}
+        return search_meshes(call.model, call.args, call.kwargs, **more)
+
+    found = search(options)
+    for more in roomier(options, found):
+        with contextlib.suppress(AutoshardError):  # a mesh that does not go with them
+            if (other := search(more)).best is not None:
+                found, options = other, more
+                break
     if arguments.json:
-        print(json.dumps(as_json(found), indent=1))
+        used = {"memory": options.get("memory", {})}  # given, or taken where nothing fits otherwise
+        print(json.dumps({**as_json(found), **used}, indent=1))
     else:
         count = sum(p.numel() for p in call.model.parameters())
         cluster = found.cluster
@@ -147,10 +153,10 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
 
     options, entries = options_and_entries(arguments.model, arguments.option)
     if row.recomputation is None:  # stages that fit as they are need no count
-        options = _with(options, memory_budget=None)
+        options = with_fields(options, memory_budget=None)
     if row.pipeline and row.pipeline.order[0] == "interleaved":
         schedule, stages = row.pipeline.order
-        options = _with(options, schedule=schedule, virtual_stages=stages)
+        options = with_fields(options, schedule=schedule, virtual_stages=stages)
     dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
     call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)
@@ -160,7 +166,7 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
         call.kwargs,
         mesh=row.mesh,
         hardware=found.cluster,
-        **_with(options, microbatches=row.microbatches),
+        **with_fields(options, microbatches=row.microbatches),
     )
     return dataclasses.replace(traced.plan, mesh=dict(row.mesh))
 
@@ -178,19 +184,11 @@ def _save(
         raise AutoshardError("no mesh fits, so no plan was written", remedy=_MORE)
     (staged(saved) if saved.pipeline else saved.plan).save(path)
     if saved.recomputation is None:  # a budget chose the mesh, which the plan holds
-        options = _with(options, memory_budget=None)
+        options = with_fields(options, memory_budget=None)
     elif "budget" not in options.get("memory", {}):
-        options = _with(options, memory_budget=found.cluster.usable_bytes)
+        options = with_fields(options, memory_budget=found.cluster.usable_bytes)
     used = {"plan": str(path), **options}
     print(f"wrote {path}: options={used}", file=told)
-
-
-def _with(options: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Options with other fields of `Config`; None: without them."""
-    from autoshard.config import fields_of, nested
-
-    given = {**fields_of(options), **fields}
-    return nested({name: value for name, value in given.items() if value is not None})
 
 
 _MORE = "Use more ranks, a smaller batch, or devices with more memory."

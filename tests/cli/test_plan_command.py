@@ -178,14 +178,31 @@ def test_progress_is_one_line_on_a_terminal_and_a_few_in_a_pipe(
     assert said.count("\r\x1b[K") == (101 if terminal else 0)
 
 
+def llama(mesh: str, world: int, words: int, length: int) -> list[str]:
+    """What plans a small Llama and saves the plan."""
+    asked = ["plan", "LlamaConfig", "--world", str(world), "--mesh", mesh, "--out", "plan.json"]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": words}
+    for name, size in {**sizes, "max_position_embeddings": length}.items():
+        asked += ["--option", f"{name}={size}"]
+    return asked
+
+
+def test_logits_are_withheld_where_nothing_fits_otherwise(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*llama("cp=2", 2, 4096, 2048), "--sequence", "2048"]
+    for budget, options in ((100_000_000, ""), (12_000_000, ", 'memory': {'chunk_loss': True}")):
+        assert main([*asked, "--option", f"memory.budget={budget}"]) == 0
+        said = capsys.readouterr().out
+        assert f"options={{'plan': 'plan.json'{options}}}" in said
+        assert ("losses by chunks of rows: cp=2" in said) == bool(options)
+
+
 def test_the_plan_of_a_mesh_with_pp_holds_its_stages(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["plan", "LlamaConfig", "--world", "4", "--mesh", "pp=2,tp=2", "--out", "plan.json"]
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
-    for name, size in sizes.items():
-        asked += ["--option", f"{name}={size}"]
+    asked = llama("pp=2,tp=2", 4, 64, 16)
     assert (
         main([*asked, "--batch", "2", "--sequence", "16", "--option", "pipeline.schedule=zb1"]) == 0
     )
