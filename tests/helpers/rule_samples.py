@@ -62,6 +62,8 @@ def matrices() -> Iterator[Sample]:
     yield Sample("aten.einsum", ("ij,jk", [f(4, 6), f(6, 8)]))
     yield Sample("aten.einsum", ("ij->ji", [f(4, 6)]))
     yield Sample("aten.einsum", ("ij,ij,ij->i", [f(4, 6), f(1, 6), f(4, 6)]))
+    lower = f(4, 3, 3).tril() + 3 * torch.eye(3)
+    yield Sample("aten.linalg_solve_triangular", (lower, f(4, 3, 5)), kwargs={"upper": False})
     yield Sample("aten.bilinear", (f(4, 6), f(4, 8), f(2, 6, 8), f(2)))
     offsets = torch.tensor([2, 5, 5, 8], dtype=torch.int32)
     operands = (f(8, 16).float(), f(4, 16, 32).float(), offsets)

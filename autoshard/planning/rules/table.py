@@ -51,6 +51,7 @@ MATRICES: dict[str, RuleEntry] = {
         "* k, * k -> ",
     ),
     "aten.einsum": products.einsum,
+    "aten.linalg_solve_triangular": "... N M, * ... P Q -> ... P Q",
     "aten.bilinear": "* ... i, * ... j, * o i j, + o -> ... o",
     # rows of the first operand belong to experts by their position: they stay whole
     "aten._grouped_mm": "* T k, * E k n, E, + n -> T n",
