@@ -30,11 +30,6 @@ import torch
 
 from autoshard.runtime import compat
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define("offload(Tensor x) -> Tensor")
-_library.define("reload(Tensor kept, Device device) -> Tensor")
-_library.define("wait_transfer(Tensor(a) moved, Tensor source) -> Tensor(a)")
-
 
 def _like(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
@@ -45,6 +40,8 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _send(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cpu":
+        return _copy(x)
     return _in_memory_order(x, lambda rows: compat.transfers().offload(rows))
 
 
@@ -67,21 +64,13 @@ def _wait(moved: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return moved
 
 
-_library.impl("offload", _copy, "CPU")
-_library.impl("offload", _send, "CUDA")
-_library.impl("reload", _fetch, "CPU")
-_library.impl("wait_transfer", _wait, "CompositeExplicitAutograd")
-
-for _name, _fake in (
-    ("offload", lambda x: _like(x, "cpu")),
-    ("reload", _like),
-    ("wait_transfer", lambda moved, source: moved),
-):
-    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=_library)
-
-OFFLOAD = torch.ops.autoshard.offload.default
-RELOAD = torch.ops.autoshard.reload.default
-WAIT_TRANSFER = torch.ops.autoshard.wait_transfer.default
+OFFLOAD = compat.define_operator("offload(Tensor x) -> Tensor", _send, lambda x: _like(x, "cpu"))
+RELOAD = compat.define_operator("reload(Tensor kept, Device device) -> Tensor", _fetch, _like)
+WAIT_TRANSFER = compat.define_operator(
+    "wait_transfer(Tensor(a) moved, Tensor source) -> Tensor(a)",
+    _wait,
+    lambda moved, source: moved,
+)
 
 compat.ON_HOST.add(OFFLOAD)
 

@@ -44,23 +44,7 @@ def _measured() -> dict[_Key, bool]:
     return {}
 
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
-_library.define(
-    "all_gather_matmul(Tensor shard, Tensor[] weights, int dim, bool whole, bool measure, int n, "
-    "int rank, str group) -> Tensor[]"
-)
-_library.define(
-    "matmul_reduce_scatter(Tensor x, Tensor weight, int dim, bool measure, int n, int rank, "
-    "str group) -> Tensor"
-)
-
-GATHER_MATMUL = torch.ops.autoshard.all_gather_matmul.default
-MATMUL_SCATTER = torch.ops.autoshard.matmul_reduce_scatter.default
-FUSED_PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER)
-"""The operators in a graph. The last argument names the process group, as of torch's own."""
-
-
-def _gather_then_multiply(
+def _gather_matmul(
     shard: torch.Tensor,
     weights: list[torch.Tensor],
     dim: int,
@@ -70,56 +54,33 @@ def _gather_then_multiply(
     rank: int,
     group: str,
 ) -> list[torch.Tensor]:
-    gathered = convert(shard, S(dim), I, Axis("", n, rank, group))
-    return [*([gathered] if whole else []), *(gathered @ weight for weight in weights)]
+    axis = Axis("", n, rank, group)
 
-
-def _multiply_then_scatter(
-    x: torch.Tensor, weight: torch.Tensor, dim: int, measure: bool, n: int, rank: int, group: str
-) -> torch.Tensor:
-    return convert(x @ weight, P, S(dim), Axis("", n, rank, group))
-
-
-_library.impl("all_gather_matmul", _gather_then_multiply, "CompositeExplicitAutograd")
-_library.impl("matmul_reduce_scatter", _multiply_then_scatter, "CompositeExplicitAutograd")
-
-
-def _gather_and_multiply(
-    shard: torch.Tensor,
-    weights: list[torch.Tensor],
-    dim: int,
-    whole: bool,
-    measure: bool,
-    n: int,
-    rank: int,
-    group: str,
-) -> list[torch.Tensor]:
     def fused() -> list[torch.Tensor]:
         return [one.contiguous() for one in compat.gather_matmul(shard, weights, dim, whole, group)]
 
     def plain() -> list[torch.Tensor]:
-        return _gather_then_multiply(shard, weights, dim, whole, measure, n, rank, group)
+        gathered = convert(shard, S(dim), I, axis)
+        return [*([gathered] if whole else []), *(gathered @ weight for weight in weights)]
 
     sizes = (tuple(shard.shape), *(tuple(weight.shape) for weight in weights), shard.dtype, dim)
     key = (group, shard.device, sizes, whole)
-    return _chosen(fused, plain, measure, Axis("", n, rank, group), key)
+    return _chosen(fused, plain, measure, axis, key) if shard.is_cuda else plain()
 
 
-def _multiply_and_scatter(
+def _matmul_scatter(
     x: torch.Tensor, weight: torch.Tensor, dim: int, measure: bool, n: int, rank: int, group: str
 ) -> torch.Tensor:
+    axis = Axis("", n, rank, group)
+
     def fused() -> torch.Tensor:
         return compat.matmul_scatter(x, weight, dim, group).contiguous()
 
     def plain() -> torch.Tensor:
-        return _multiply_then_scatter(x, weight, dim, measure, n, rank, group)
+        return convert(x @ weight, P, S(dim), axis)
 
     key = (group, x.device, tuple(x.shape), tuple(weight.shape), x.dtype, dim)
-    return _chosen(fused, plain, measure, Axis("", n, rank, group), key)
-
-
-_library.impl("all_gather_matmul", _gather_and_multiply, "CUDA")
-_library.impl("matmul_reduce_scatter", _multiply_and_scatter, "CUDA")
+    return _chosen(fused, plain, measure, axis, key) if x.is_cuda else plain()
 
 
 def _chosen(
@@ -174,8 +135,20 @@ def _fake_matmul_scatter(
     return x.new_empty((*rows, weight.shape[1]))
 
 
-torch.library.register_fake("autoshard::all_gather_matmul", _fake_gather_matmul, lib=_library)
-torch.library.register_fake("autoshard::matmul_reduce_scatter", _fake_matmul_scatter, lib=_library)
+GATHER_MATMUL = compat.define_operator(
+    "all_gather_matmul(Tensor shard, Tensor[] weights, int dim, bool whole, bool measure, int n, "
+    "int rank, str group) -> Tensor[]",
+    _gather_matmul,
+    _fake_gather_matmul,
+)
+MATMUL_SCATTER = compat.define_operator(
+    "matmul_reduce_scatter(Tensor x, Tensor weight, int dim, bool measure, int n, int rank, "
+    "str group) -> Tensor",
+    _matmul_scatter,
+    _fake_matmul_scatter,
+)
+FUSED_PRODUCTS = (GATHER_MATMUL, MATMUL_SCATTER)
+"""The operators in a graph. The last argument names the process group, as of torch's own."""
 
 
 aten = torch.ops.aten

@@ -16,7 +16,6 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.collectives.lockstep import PREFIX, exchange
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 _c10d = torch.ops._c10d_functional
 
 
@@ -81,16 +80,6 @@ class _Exchange(torch.autograd.Function):
 
 # The operators. What they do depends on numbers that the host reads, so compilers see them whole.
 
-# A CUDA graph cannot hold them either, and goes around them.
-_UNCAPTURED = (torch.Tag.cudagraph_unsafe,)
-for _schema in (
-    "counts_on_host(Tensor sent, Tensor received, int n) -> Tensor",
-    "leaving_rows(Tensor order, Tensor counts, int ranks) -> Tensor",
-    "dispatch_rows(Tensor x, Tensor counts, int n, int rank, str group) -> Tensor",
-    "exchange_rows(Tensor x, Tensor counts, SymInt rows, int n, int rank, str group) -> Tensor",
-):
-    _library.define(_schema, tags=_UNCAPTURED)
-
 
 def _counts(sent: torch.Tensor, received: torch.Tensor, n: int) -> torch.Tensor:
     return torch.stack((sent, received)).reshape(2, n, -1).sum(-1).cpu()
@@ -122,37 +111,33 @@ def _exchange(
     return torch.cat([found, found.new_zeros((missing, *x.shape[1:]))]) if missing else found
 
 
-_library.impl("counts_on_host", _counts, "CompositeExplicitAutograd")
-_library.impl("leaving_rows", _leaving, "CompositeExplicitAutograd")
-_library.impl("dispatch_rows", _dispatch, "CompositeExplicitAutograd")
-_library.impl("exchange_rows", _exchange, "CompositeExplicitAutograd")
-
-
-def _fake_counts(sent: torch.Tensor, received: torch.Tensor, n: int) -> torch.Tensor:
-    return sent.new_empty((2, n), device="cpu")
-
-
-def _fake_leaving(order: torch.Tensor, counts: torch.Tensor, ranks: int) -> torch.Tensor:
-    return order.new_empty((compat.unknown_size(order, order.shape[0] // ranks),))
-
-
-def _fake_dispatch(
-    x: torch.Tensor, counts: torch.Tensor, n: int, rank: int, group: str
-) -> torch.Tensor:
-    # as many as leave, if experts are chosen evenly
-    return x.new_empty((compat.unknown_size(x, x.shape[0]), *x.shape[1:]))
-
-
-def _fake_exchange(
-    x: torch.Tensor, counts: torch.Tensor, rows: torch.SymInt, n: int, rank: int, group: str
-) -> torch.Tensor:
-    return x.new_empty((rows, *x.shape[1:]))
-
-
-torch.library.register_fake("autoshard::counts_on_host", _fake_counts, lib=_library)
-torch.library.register_fake("autoshard::leaving_rows", _fake_leaving, lib=_library)
-torch.library.register_fake("autoshard::dispatch_rows", _fake_dispatch, lib=_library)
-torch.library.register_fake("autoshard::exchange_rows", _fake_exchange, lib=_library)
+for _schema, _kernel, _fake in (
+    (
+        "counts_on_host(Tensor sent, Tensor received, int n) -> Tensor",
+        _counts,
+        lambda sent, received, n: sent.new_empty((2, n), device="cpu"),
+    ),
+    (
+        "leaving_rows(Tensor order, Tensor counts, int ranks) -> Tensor",
+        _leaving,
+        lambda order, counts, ranks: order.new_empty(
+            (compat.unknown_size(order, order.shape[0] // ranks),)
+        ),
+    ),
+    (
+        "dispatch_rows(Tensor x, Tensor counts, int n, int rank, str group) -> Tensor",
+        _dispatch,
+        # as many as leave, if experts are chosen evenly
+        lambda x, *_: x.new_empty((compat.unknown_size(x, x.shape[0]), *x.shape[1:])),
+    ),
+    (
+        "exchange_rows(Tensor x, Tensor counts, SymInt rows, int n, int rank, str group) -> Tensor",
+        _exchange,
+        lambda x, counts, rows, *_: x.new_empty((rows, *x.shape[1:])),
+    ),
+):
+    # a CUDA graph cannot hold them either, and goes around them
+    compat.define_operator(_schema, _kernel, _fake, (torch.Tag.cudagraph_unsafe,))
 
 EXCHANGES = (
     torch.ops.autoshard.dispatch_rows.default,

@@ -127,6 +127,7 @@ from autoshard.runtime.compat.modes import (
     TorchDispatchMode,
     autocast_is_on,
     autocast_knows,
+    define_operator,
     explicit_modes,
     is_traceable_wrapper_subclass,
     meta_constants,

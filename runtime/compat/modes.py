@@ -1,4 +1,5 @@
-"""Modes of torch, and what a captured graph has of them: fake, functional tensors, symbolic sizes.
+"""Modes of torch, and what a captured graph has of them: fake, functional tensors, symbolic sizes;
+operators of autoshard's own.
 
 Autocast, grad mode, inference mode and dispatch modes are private switches of torch. It documents
 the classes of those tensors and gives them no public module.
@@ -7,7 +8,7 @@ the classes of those tensors and gives them no public module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,30 @@ def size_hint(size: torch.SymInt) -> int | None:
     if not expected or not size.node.expr.free_symbols <= expected.keys():
         return None
     return int(size.node.expr.xreplace(expected))
+
+
+_library = torch.library.Library("autoshard", "FRAGMENT")
+
+
+def define_operator(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Define the operator `autoshard::schema`, whose name says its version, if any.
+
+    fake: of an operator that compilers see whole, its results for fake tensors.
+    """
+    full = schema.partition("(")[0]
+    _library.define(schema, tags=tags)
+    if fake is None:
+        _library.impl(full, kernel, "CompositeImplicitAutograd")
+    else:
+        _library.impl(full, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"autoshard::{full}", fake, lib=_library)
+    name, _, version = full.partition(".")
+    return getattr(getattr(torch.ops.autoshard, name), version or "default")
 
 
 _EXPECTED = "_autoshard_expected"

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, own_chunks
 from autoshard.runtime.masked_attention import by_blocks, varlen
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/draws.py: count up when an operator gives other numbers.
 _VERSION = "v1"
 
@@ -40,9 +40,9 @@ def masked_attention(
 ) -> Tensor:
     bounds: tuple[Tensor | None, ...] = (None, None, None)
     if documents is not None and query.device.type == "cuda":
-        bounds = _op("document_bounds")(documents, query.shape[0], query.shape[2])
+        bounds = _DOCUMENT_BOUNDS(documents, query.shape[0], query.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    made: Tensor = _op("attend")(query, key, value, documents, visible, *bounds, window, scale)[0]
+    made: Tensor = _ATTEND(query, key, value, documents, visible, *bounds, window, scale)[0]
     return made
 
 
@@ -208,9 +208,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, *known, out, sums = ctx.saved_tensors
-    found = _op("attend_backward")(
-        gradient, query, key, value, out, sums, *known, ctx.window, ctx.scale
-    )
+    found = _ATTEND_BACKWARD(gradient, query, key, value, out, sums, *known, ctx.window, ctx.scale)
     return (*found, *[None] * (len(known) + 2))
 
 
@@ -221,46 +219,33 @@ _KNOWN = (
 _QKV = "Tensor query, Tensor key, Tensor value"
 
 
-def _op(name: str) -> Any:
-    return getattr(getattr(torch.ops.autoshard, name), _VERSION)
-
-
-def _define() -> None:
-    schema = (
-        f"({_QKV}, Tensor? documents=None, Tensor? visible=None, int? window=None, "
-        "float? scale=None, bool enable_gqa=False) -> Tensor"
-    )
-    _library.define(f"masked_attention.{_VERSION}{schema}")
-    _library.impl(f"masked_attention.{_VERSION}", masked_attention, "CompositeImplicitAutograd")
-    # the host reads the number of documents: a CUDA graph would keep the first call's
-    unsafe = (torch.Tag.cudagraph_unsafe,)
-    opaque = (
-        ("attend", f"({_QKV}, {_KNOWN}) -> (Tensor, Tensor)", _attend, _attend_fake),
-        (
-            "attend_backward",
-            f"(Tensor gradient, {_QKV}, Tensor out, Tensor sums, {_KNOWN})"
-            " -> (Tensor, Tensor, Tensor)",
-            _attend_backward,
-            _attend_backward_fake,
-        ),
-        (
-            "document_bounds",
-            "(Tensor documents, SymInt batch, SymInt rows) -> (Tensor, Tensor, Tensor)",
-            document_bounds,
-            _document_bounds_fake,
-        ),
-    )
-    for name, signature, function, fake in opaque:
-        _library.define(f"{name}.{_VERSION}{signature}", tags=unsafe)
-        _library.impl(f"{name}.{_VERSION}", function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"autoshard::{name}.{_VERSION}", fake, lib=_library)
-    torch.library.register_autograd(
-        f"autoshard::attend.{_VERSION}", _differentiate, setup_context=_keep, lib=_library
-    )
-
-
-_define()
-MASKED_ATTENTION = _op("masked_attention")
+MASKED_ATTENTION = compat.define_operator(
+    f"masked_attention.{_VERSION}({_QKV}, Tensor? documents=None, Tensor? visible=None, "
+    "int? window=None, float? scale=None, bool enable_gqa=False) -> Tensor",
+    masked_attention,
+)
+# the host reads the number of documents: a CUDA graph would keep the first call's
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+_ATTEND = compat.define_operator(
+    f"attend.{_VERSION}({_QKV}, {_KNOWN}) -> (Tensor, Tensor)", _attend, _attend_fake, _UNSAFE
+)
+_ATTEND_BACKWARD = compat.define_operator(
+    f"attend_backward.{_VERSION}(Tensor gradient, {_QKV}, Tensor out, Tensor sums, {_KNOWN})"
+    " -> (Tensor, Tensor, Tensor)",
+    _attend_backward,
+    _attend_backward_fake,
+    _UNSAFE,
+)
+_DOCUMENT_BOUNDS = compat.define_operator(
+    f"document_bounds.{_VERSION}(Tensor documents, SymInt batch, SymInt rows)"
+    " -> (Tensor, Tensor, Tensor)",
+    document_bounds,
+    _document_bounds_fake,
+    _UNSAFE,
+)
+torch.library.register_autograd(
+    f"autoshard::attend.{_VERSION}", _differentiate, setup_context=_keep
+)
 
 
 def masked_prefix(

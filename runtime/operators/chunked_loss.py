@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, all_reduce, chunk_bounds, chunk_size
 from autoshard.runtime.operators.vocabulary import MEAN, token_weight
 
@@ -172,7 +173,6 @@ def scratch_bytes(
     return size * own * (wide + narrow * copies) + part
 
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 
@@ -271,20 +271,13 @@ def _results(
     )
 
 
-def _chunked_loss_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *more: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _results(hidden, weight, bias, more[2], more[6])
-
-
-_library.define(
+CHUNKED_LOSS = compat.define_operator(
     f"chunked_loss.{_VERSION}(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, "
     "Tensor? class_weight, str functions, int ignore_index, float label_smoothing, int classes, "
-    "bool[] needs, int rank, int ranks, str group) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool[] needs, int rank, int ranks, str group) -> (Tensor, Tensor, Tensor, Tensor)",
+    _chunked_loss,
+    lambda hidden, weight, bias, *more: _results(hidden, weight, bias, more[2], more[6]),
 )
-_library.impl(f"chunked_loss.{_VERSION}", _chunked_loss, "CompositeExplicitAutograd")
-torch.library.register_fake(f"autoshard::chunked_loss.{_VERSION}", _chunked_loss_fake, lib=_library)
-CHUNKED_LOSS = getattr(torch.ops.autoshard.chunked_loss, _VERSION)
 
 
 def scratch_of(rows: int, wide: torch.dtype, hidden: Tensor, weight: Tensor, *more: Any) -> int:

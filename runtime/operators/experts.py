@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
     Axis,
     all_to_all,
@@ -37,7 +38,6 @@ from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.expert_body import parse
 from autoshard.runtime.operators.fused_dims import regroup
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 
@@ -255,8 +255,8 @@ def split_experts(
     return _mixture(x, ids, weights, own, local_body)
 
 
-_library.define(
-    f"experts.{_VERSION}(Tensor x, Tensor ids, Tensor weights, Tensor[] stacks, str body) -> Tensor"
+EXPERTS = compat.define_operator(
+    f"experts.{_VERSION}(Tensor x, Tensor ids, Tensor weights, Tensor[] stacks, str body)"
+    " -> Tensor",
+    _mixture,
 )
-_library.impl(f"experts.{_VERSION}", _mixture, "CompositeImplicitAutograd")
-EXPERTS = getattr(torch.ops.autoshard.experts, _VERSION)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, all_reduce
 
 TENSORWISE, ROWWISE = "float8", "float8_rowwise"
@@ -32,7 +33,6 @@ FLOAT8_RECIPES = (TENSORWISE, ROWWISE)
 FLOAT8_MULTIPLE = 16
 """Kernels want every dim of a weight to be a multiple of this."""
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 # As in runtime/randomness/draws.py: count up when the operator gives other numbers.
 _VERSION = "v1"
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -197,6 +197,6 @@ def split_float8_linear(
     return out
 
 
-_library.define(f"float8_linear.{_VERSION}(Tensor x, Tensor weight, str recipe) -> Tensor")
-_library.impl(f"float8_linear.{_VERSION}", _whole, "CompositeImplicitAutograd")
-FLOAT8_LINEAR = getattr(torch.ops.autoshard.float8_linear, _VERSION)
+FLOAT8_LINEAR = compat.define_operator(
+    f"float8_linear.{_VERSION}(Tensor x, Tensor weight, str recipe) -> Tensor", _whole
+)

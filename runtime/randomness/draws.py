@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime import collectives
+from autoshard.runtime import collectives, compat
 from autoshard.runtime.collectives import Axis, chunk_bounds
 from autoshard.runtime.randomness import distributions, generators, philox
 from autoshard.runtime.randomness.philox import Part
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 # The overload of every operator. torch caches compiled graphs on disk under the names of operators:
 # count up whenever a function below gives other numbers, or an old cache would go on giving them.
 VERSION = "v1"
@@ -303,24 +302,20 @@ _FUNCTIONS = {function.__name__: function for function, _ in SCHEMAS}
 def _define() -> None:
     # a CUDA graph would draw once, and copy from memory that is gone: it has the seed from outside
     seeded = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
-    _library.define("random_seed(Device device) -> Tensor", tags=seeded)
-    _library.impl("random_seed", _random_seed, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "autoshard::random_seed",
+    compat.define_operator(
+        "random_seed(Device device) -> Tensor",
+        _random_seed,
         lambda device: torch.empty((), dtype=torch.int64, device=device),
-        lib=_library,
+        seeded,
     )
-    _library.define("tracked_seeds(Device device, str alike, str apart) -> Tensor", tags=seeded)
-    _library.impl("tracked_seeds", _tracked_seeds, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "autoshard::tracked_seeds",
+    compat.define_operator(
+        "tracked_seeds(Device device, str alike, str apart) -> Tensor",
+        _tracked_seeds,
         lambda device, alike, apart: torch.empty((2,), dtype=torch.int64, device=device),
-        lib=_library,
+        seeded,
     )
     for function, schema in SCHEMAS:
-        name = f"{function.__name__}.{VERSION}"
-        _library.define(f"{name}({schema}")
-        _library.impl(name, function, "CompositeImplicitAutograd")
+        compat.define_operator(f"{function.__name__}.{VERSION}({schema}", function)
 
 
 _define()

@@ -260,18 +260,11 @@ def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     return fraction
 
 
-_library = torch.library.Library("autoshard", "FRAGMENT")
 for _name, _start in (("philox", "SymInt"), ("philox_from", "Tensor")):
-    _library.define(
+    _operator = compat.define_operator(
         f"{_name}.v1(Tensor seed, SymInt[] shape, int dim, {_start} start, SymInt extent, "
-        "int call, int count) -> Tensor[]"
+        "int call, int count) -> Tensor[]",
+        _kernel,
+        lambda seed, shape, *more: [seed.new_empty(shape) for _ in range(more[-1])],
     )
-    _library.impl(f"{_name}.v1", _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"autoshard::{_name}.v1",
-        lambda seed, shape, dim, start, extent, call, count: [
-            seed.new_empty(shape) for _ in range(count)
-        ],
-        lib=_library,
-    )
-    compat.DECOMPOSITIONS[getattr(torch.ops.autoshard, _name).v1] = composed
+    compat.DECOMPOSITIONS[_operator] = composed
