@@ -16,9 +16,11 @@ from torch import fx
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
-from autoshard.mesh_search.prices import Asked, MeshPrices
+from autoshard.mesh_search import MeshSearch, search_meshes
+from autoshard.mesh_search.factorisations import Asked, planned_axes
+from autoshard.mesh_search.prices import MeshPrices
 from autoshard.mesh_search.rank_stages import cut_units, joined, pass_seconds, stage_footprint
-from autoshard.mesh_search.search import planned_axes, prices_of
+from autoshard.mesh_search.search import prices_of
 from autoshard.mesh_search.stages import Scheduled, step_of
 from autoshard.planning import Prices
 from autoshard.planning.chunked_loss import chunking_of
@@ -70,7 +72,7 @@ def question_of(row: Row, checkpointing: str) -> Question:
         checkpointing=checkpointing,
         axes=axes,
         zero=3 if row.zero is None else row.zero,
-        lora=16 if row.lora is True else int(row.lora),
+        lora=lora_of(row),
         attention_only="lora of attention" in row.note.lower(),
         chunk_loss=row.chunk_loss,
         fused=program.fused and row.mesh.get("tp", 1) > 1,
@@ -82,6 +84,11 @@ def question_of(row: Row, checkpointing: str) -> Question:
             bool(row.float8),
         ),
     )
+
+
+def lora_of(row: Row) -> int:
+    """The rank of a row's adapters, 0 where it has none."""
+    return 16 if row.lora is True else int(row.lora)
 
 
 def training_of(row: Row) -> Training:
@@ -178,9 +185,13 @@ def launched(pieces: Pieces, row: Row) -> Pieces:
 
 
 def _tokens(row: Row, seconds: float) -> float:
+    return row.steps * row.batch * row.length / alike(row) / seconds
+
+
+def alike(row: Row) -> int:
+    """The ranks that have one batch."""
     axes = ("tp", "cp", "pp", *program_of(row).shared)
-    alike = math.prod(row.mesh.get(axis, 1) for axis in axes)
-    return row.steps * row.batch * row.length / alike / seconds
+    return math.prod(row.mesh.get(axis, 1) for axis in axes)
 
 
 def _pipeline(
@@ -232,6 +243,28 @@ def _pipeline(
     data = step.step - times.seconds - step.optimizer
     total = count / once * times.seconds + (1 - hidden) * data + step.optimizer
     return total, memory, times.idle
+
+
+def proposed(row: Row, body: Mapping[str, Any], machine: Cluster) -> MeshSearch:
+    """What `autoshard plan` proposes for a row's whole model, world and global batch. Which layers
+    are computed again, and what is kept of a weight, is the search's own choice."""
+    few = few_layers(body, row.length, cut=False)
+    of_attention = "lora of attention" in row.note.lower()
+    model, args, kwargs = build(few, 1, row.length, "none", lora_of(row), of_attention)
+    return search_meshes(
+        model,
+        args,
+        kwargs,
+        world=row.world,
+        hardware=of_program(machine, row),
+        training=training_of(row),
+        global_batch=samples_of(row),
+    )
+
+
+def samples_of(row: Row) -> int:
+    """The global batch of a row."""
+    return row.steps * row.batch * row.world // alike(row)
 
 
 Get = Callable[[Question, Row, Cluster], Pieces]

@@ -1,6 +1,6 @@
 """Training runs that others have published: what they measured, and what `autoshard plan` says.
 
-    python benchmarks/published_runs.py [--json FILE] [--rows FILE]
+    python benchmarks/published_runs.py [--json FILE] [--rows FILE [--propose [ROW ...]]]
 
 The runs, with their sources, are data: published_runs.json. A model is traced on the meta device
 with 2 and with 3 layers, and a step's time and memory continued to its depth: both are sums over
@@ -238,12 +238,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--rows", type=Path, help="a file of rows of any source, in their words")
+    beside = (
+        "beside --rows: the best layout by autoshard plan, of rows by number or words of a name"
+    )
+    parser.add_argument("--propose", nargs="*", metavar="ROW", help=beside)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.rows:
         import row_table  # which imports transformers
 
-        found = row_table.outcomes(json.loads(options.rows.read_text()))
+        body = json.loads(options.rows.read_text())
+        found = row_table.outcomes(body, options.propose or ())
+        if options.propose is not None:
+            print(row_table.proposals(found, body))
+            return
         print(f"{row_table.table(found)}\n\n{row_table.summary(found)}")
         return
     rows = [(run, predicted(run)) for run in RUNS]

@@ -72,11 +72,12 @@ class FewLayers:
     layers: int
 
 
-def few_layers(body: Mapping[str, Any], length: int) -> FewLayers:
-    """The configuration of a row's model, cut to a few layers. LookupError where no family is
-    known."""
+def few_layers(body: Mapping[str, Any], length: int, cut: bool = True) -> FewLayers:
+    """The configuration of a row's model, cut to a few layers, or as it is. LookupError where no
+    family is known."""
     if not body.get("gated", True):
-        return FewLayers(dict(body), {"layer": 1}, ("layer",) * body["layers"], 3)
+        kinds = ("layer",) * body["layers"]
+        return FewLayers(dict(body), {"layer": 1}, kinds, 3 if cut else body["layers"])
     name = body.get("hf", "")
     entries = {_WORDS[word]: value for word, value in body.items() if word in _WORDS}
     family = next((kind for word, kind in FAMILIES.items() if word in name.lower()), None)
@@ -105,10 +106,10 @@ def few_layers(body: Mapping[str, Any], length: int) -> FewLayers:
     elif dense:
         kinds = ("dense",) * dense + ("layer",) * (config.num_hidden_layers - dense)
         at = {"dense": 0, "layer": 2}
-        config.first_k_dense_replace = 1
+        config.first_k_dense_replace = 1 if cut else dense
     else:
         kinds, at = ("layer",) * config.num_hidden_layers, {"layer": 1}
-    layers = max(at.values()) + 2
+    layers = max(at.values()) + 2 if cut else len(kinds)
     config.num_hidden_layers = layers
     if windows:
         config.layer_types = list(windows[:layers])

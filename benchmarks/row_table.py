@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autoshard.planning.cost import Cluster
 from autoshard.verification.comparison import furthest
-from published_rows import Question, Said, answer, traced
+from published_rows import Question, Said, answer, proposed, samples_of, traced
 from published_runs import markdown
 from repeated_layers import Pieces
 from row_words import CONSTANTS, Row, machine_of, program_of, rows_of
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 class Traces:
-    """What was traced, each in a process of its own: what tracing leaves behind ends with it."""
+    """What was traced."""
 
     def __init__(self, models: Mapping[str, Any]) -> None:
         self.models = models
@@ -48,35 +48,45 @@ class Traces:
         """The pieces of a question."""
         key = one, repr(machine), row.routing  # seconds are in a piece: another program's are not
         if key not in self.made:
-            there, here = multiprocessing.Pipe(duplex=False)
-            given = (here, one, self.models[row.model], row, machine)
-            child = multiprocessing.get_context("fork").Process(target=_trace, args=given)
-            child.start()
-            here.close()
-            try:
-                found = there.recv()
-            except EOFError:
-                found = LookupError("tracing ended its process")
-            child.join()
-            if isinstance(found, LookupError):
-                raise found
-            self.made[key] = found
+            self.made[key] = apart(traced, one, self.models[row.model], row, machine)
         return self.made[key]
 
 
-def _trace(to: Any, *given: Any) -> None:
+def apart(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function returns in a process of its own, with which ends what tracing leaves behind.
+    LookupError where it raises."""
+    there, here = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_send, args=(here, function, *given))
+    child.start()
+    here.close()
     try:
-        to.send(traced(*given))
+        found = there.recv()
+    except EOFError:
+        found = LookupError("tracing ended its process")
+    child.join()
+    if isinstance(found, LookupError):
+        raise found
+    return found
+
+
+def _send(to: Any, function: Callable[..., Any], *given: Any) -> None:
+    try:
+        to.send(function(*given))
     except Exception as error:  # a row whose model cannot be planned is listed with the reason
         said = " ".join(str(error).split())[:160]
         to.send(LookupError(f"{type(error).__name__}: {said}"))
 
 
-def outcomes(body: Mapping[str, Any]) -> list[Outcome]:
-    """Every row of a file, asked."""
+def outcomes(body: Mapping[str, Any], named: Sequence[str] = ()) -> list[Outcome]:
+    """Every row of a file, asked. named: only those with these numbers, or words of their source
+    and model."""
     traces, found = Traces(body["models"]), list[Outcome]()
     rows = rows_of(body)
-    for row, reason in rows:
+    for number, (row, reason) in enumerate(rows):
+        words = f"{row.source} {row.model}"
+        if named and not any(one == str(number) or one in words for one in named):
+            continue
         try:
             if reason:
                 raise LookupError(reason)
@@ -89,6 +99,44 @@ def outcomes(body: Mapping[str, Any]) -> list[Outcome]:
         except LookupError as error:
             found.append(Outcome(row, row.tokens or 0.0, None, str(error.args[0])))
     return found
+
+
+def proposal(row: Row, body: Mapping[str, Any]) -> list[str]:
+    """The best layout of a row's model, world and global batch by `autoshard plan`: mesh, batch,
+    how, tokens a second and device, its predicted gibibytes, and the reason."""
+    try:
+        machine = machine_of(row.machine, body["machines"])
+        return apart(_proposal, row, body["models"][row.model], machine)
+    except LookupError as error:
+        return ["", "", "", "", "", str(error.args[0])]
+
+
+def _proposal(row: Row, body: Mapping[str, Any], machine: Cluster) -> list[str]:
+    found = proposed(row, body, machine)
+    best = found.best
+    if best is None:
+        return ["", "", "", "", "", "nothing fits"]
+    how = [f"{best.microbatches} batches"]
+    if best.pipeline:
+        how.append(" ".join(map(str, best.pipeline.order)))
+    if best.recomputation:
+        how.append(f"{best.recomputation.spared / 2**30:.1f} GiB computed again")
+    tokens = samples_of(row) * row.length / best.timing.step / row.world
+    mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
+    held = f"{best.memory.total / 2**30:.1f}"
+    batch = f"{best.batch}x{row.length}"
+    return [mesh, batch, ", ".join(how), f"{tokens:,.0f}", held, found.reason()]
+
+
+def proposals(found: Sequence[Outcome], body: Mapping[str, Any]) -> str:
+    """The rows as a Markdown table, each beside the layout that is proposed."""
+    header = ["source", "model", "machine", "mesh", "batch", "tokens/s a GPU", "predicted"]
+    header += ["proposed", "batch", "how", "predicted", "GiB", "why"]
+    lines = [header, ["---"] * len(header)]
+    for one in found:
+        own = cells(one)
+        lines.append([*own[:5], *own[6:8], *proposal(one.row, body)])
+    return markdown(lines)
 
 
 def rate(row: Row, rows: Sequence[Row]) -> float:

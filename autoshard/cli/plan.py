@@ -22,27 +22,28 @@ from autoshard.cli.arguments import (
     with_fields,
     world_size,
 )
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, ConfigError
 
 if TYPE_CHECKING:
     from autoshard.mesh_search import MeshPrice, MeshSearch, PipelinePrice
     from autoshard.planning import Plan, Recomputation
     from autoshard.planning.estimate import HostUpdate
 
+_PLAIN = "mesh fits unfit mfu microbatches batch refused gap chunked_losses".split()
 _AXES = ("tp", "cp", "ep", "dp_shard", "dp_replicate", "pp")
 
 
 def add_command(commands: Any) -> None:
     """Add `plan` to the subparsers of the command line."""
     shared = shared_arguments(
-        mesh=None, batch=1, sequence=4096, dtype="bfloat16", hardware=None, option=[]
+        mesh=None, batch=None, sequence=4096, dtype="bfloat16", hardware=None, option=[]
     )
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         parents=[shared],
         help="the best mesh for a cluster: memory, communication, step time",
-        description="--batch is that of one data-parallel rank, --mesh the only one to price, and "
-        "--hardware may be a .yaml or .json file: a cluster of your own.",
+        description="--batch is that of one data-parallel rank (default 1), --mesh the only one to "
+        "price, and --hardware may be a .yaml or .json file: a cluster of your own.",
     )
     parser.add_argument("--world", type=world_size, required=True, help="number of ranks (devices)")
     parser.add_argument(
@@ -66,10 +67,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--microbatches",
         type=batch_size,
-        default=1,
         help="batches of a data-parallel rank whose gradients make one step (default 1); of a "
         "pipeline, for each of its stages",
     )
+    whole = "sequences of a step of all ranks; the best micro-batch of each mesh is found"
+    parser.add_argument("--global-batch", type=batch_size, help=whole)
     parser.add_argument(
         "--checkpointing",
         choices=("none", "full", "selective"),
@@ -97,13 +99,17 @@ def run(arguments: argparse.Namespace) -> None:
     from autoshard.planning.cost import DEFAULT_HARDWARE
     from autoshard.planning.estimate import Training
 
+    if arguments.global_batch and (arguments.batch or arguments.microbatches):
+        remedy = "Leave them out: they are found."
+        raise ConfigError("--global-batch beside --batch or --microbatches", remedy=remedy)
+    arguments.batch = arguments.batch or 1
     options, entries = options_and_entries(arguments.model, arguments.option)
     if arguments.optimizer_states:
         options = with_fields(options, optimizer_states=arguments.optimizer_states)
     training = Training(
         arguments.optimizer,
         arguments.recipe,
-        microbatches=arguments.microbatches,
+        microbatches=arguments.microbatches or 1,
         compiled=not arguments.uncompiled,
         float8=arguments.float8,
         imbalance=arguments.imbalance,
@@ -113,6 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint_layers(call.model, arguments.checkpointing)
     asked: dict[str, Any] = {"world": arguments.world, "mesh": arguments.mesh, "training": training}
     asked["hardware"] = DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware
+    asked["global_batch"] = arguments.global_batch
 
     def search(given: Mapping[str, Any]) -> MeshSearch:
         more = {**asked, **given, "progress": ProgressLine()}
@@ -134,7 +141,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(
             f"{type(call.model).__name__}: {count / 1e9:.3g} B parameters, {arguments.world} x "
             f"{cluster.name} ({cluster.per_node} a node, {cluster.device.memory_bytes / 1e9:.0f} "
-            f"GB each), {arguments.batch} x {arguments.sequence} tokens a data-parallel rank, "
+            f"GB each), {arguments.global_batch or arguments.batch} x {arguments.sequence} tokens "
+            f"a {'step' if arguments.global_batch else 'data-parallel rank'}, "
             f"{arguments.dtype} {arguments.recipe}, {arguments.optimizer}{named}"
             f"{assumed(found, arguments.imbalance)}\n"
         )
@@ -157,7 +165,8 @@ def _staged(row: MeshPrice, found: MeshSearch, arguments: argparse.Namespace) ->
     if row.pipeline and row.pipeline.order[0] == "interleaved":
         schedule, stages = row.pipeline.order
         options = with_fields(options, schedule=schedule, virtual_stages=stages)
-    dtype, samples = getattr(torch, arguments.dtype), arguments.batch * row.microbatches
+    dtype, samples = getattr(torch, arguments.dtype), arguments.batch
+    samples *= row.microbatches * (row.batch or 1)
     call = load_on_meta(arguments.model, samples, arguments.sequence, dtype, entries)
     checkpoint_layers(call.model, arguments.checkpointing)
     traced = trace(
@@ -210,6 +219,7 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
     stages = any(row.pipeline for row in found.rows)
     extra = ["recomputed"] * again + ["on host"] * sent + ["states on host"] * there
     extra += ["owners"] * owned
+    stages |= any(row.batch for row in found.rows)
     extra += ["batches, idle"] * stages
     header = ["", "mesh", "step", "exposed", "MFU", *kinds, *extra, *used]
     shown = [_recomputed] * again + [_on_host] * sent + [_states] * there
@@ -226,14 +236,12 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
         )
     if stages:
         told += (
-            "; with pp: of the stage that holds most, batches in a step (x stages of a rank), and "
-            "how many % of the schedule stages wait"
+            "; batches of a rank in a step; with pp: of the stage that holds most (x stages of a "
+            "rank), and how many % of the schedule stages wait"
         )
-    lines = [
-        "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, GB "
-        f"that a rank sends and ms{told}\n",
-        table(header, cells, right=range(2, len(header))),
-    ]
+    units = "step and exposed communication in ms; MFU in %; a rank's memory in GB; on each axis, "
+    units += f"GB that a rank sends and ms{told}\n"
+    lines = [units, table(header, cells, right=range(2, len(header)))]
     unfit = [row for row in found.rows if not row.fits]
     if unfit:
         lines += ["", "x does not fit:"]
@@ -252,8 +260,9 @@ def text(found: MeshSearch, tokens: int | None = None) -> str:
         lines += ["", f"nothing fits. {_MORE}"]
     else:
         alike = best.mesh.get("tp", 1) * best.mesh.get("cp", 1) * best.mesh.get("pp", 1)
-        batches = best.microbatches * found.world // alike
+        batches = best.microbatches * (best.batch or 1) * found.world // alike
         rate = f", {tokens * batches / best.timing.step:,.0f} tokens/s" if tokens else ""
+        rate += f", micro-batches of {best.batch}" if best.batch else ""
         lines += [
             "",
             f"* recommended: {spell(best.mesh)}: {short(1e3 * best.timing.step)} ms a step, "
@@ -274,11 +283,11 @@ def _recomputed(row: MeshPrice) -> str:
 
 
 def _idle(row: MeshPrice) -> str:
-    one = row.pipeline
+    one, count = row.pipeline, f"{row.microbatches}{f' of {row.batch}' if row.batch else ''}"
     if one is None:
-        return "-"
+        return count if row.batch else "-"
     stages = f" x {one.order[1]}" if one.order[1] > 1 else ""
-    return f"{one.microbatches}{stages}, {100 * one.idle:.0f}"
+    return f"{count}{stages}, {100 * one.idle:.0f}"
 
 
 def _on_host(row: MeshPrice) -> str:
@@ -300,10 +309,7 @@ def _cells(
     row: MeshPrice, best: bool, axes: list[str], shown: Sequence[Callable[[MeshPrice], str]]
 ) -> list[str]:
     held, took = row.memory, row.timing
-    kinds = (
-        *(held.parameters, held.gradients, held.optimizer, held.activations, held.buckets),
-        held.total,
-    )
+    kinds = (held.parameters, held.gradients, held.optimizer, held.activations, held.buckets)
     sent = [took.traffic.get(axis) for axis in axes]
     return [
         "*" if best else "x" if not row.fits else "-" if row.refused else "",
@@ -311,7 +317,7 @@ def _cells(
         short(1e3 * took.step),
         short(1e3 * took.exposed),
         f"{100 * row.mfu:.1f}",
-        *(short(kind / 1e9) for kind in kinds),
+        *(short(kind / 1e9) for kind in (*kinds, held.total)),
         *(one(row) for one in shown),
         *(f"{short(one.nbytes / 1e9)}, {short(1e3 * one.seconds)}" if one else "-" for one in sent),
     ]
@@ -373,20 +379,13 @@ def as_json(found: MeshSearch) -> dict[str, Any]:
         memory = {**dataclasses.asdict(row.memory), "total": row.memory.total}
         rows.append(
             {
-                "mesh": row.mesh,
-                "fits": row.fits,
-                "unfit": row.unfit,
+                **{name: getattr(row, name) for name in _PLAIN},
                 "memory_bytes": memory,
                 "seconds": took,
-                "mfu": row.mfu,
                 "recomputation": _as_json(row.recomputation),
                 "host_update": row.host_update and _host_as_json(row.host_update),
                 "owned": row.owned._asdict(),
-                "microbatches": row.microbatches,
                 "pipeline": row.pipeline and _stages_as_json(row.pipeline),
-                "refused": row.refused,
-                "gap": row.gap,
-                "chunked_losses": row.chunked_losses,
             }
         )
     return {

@@ -20,8 +20,8 @@ from torch import fx
 
 from autoshard.compiling import label, tandem_repeats
 from autoshard.errors import AutoshardError
-from autoshard.mesh_search.factorisations import AxisSizes
-from autoshard.mesh_search.prices import MeshPrices
+from autoshard.mesh_search.factorisations import Asked, AxisSizes, PlanAxes, planned_axes
+from autoshard.mesh_search.prices import GAIN, MeshPrices
 from autoshard.mesh_search.rank_stages import (
     StageSpan,
     cut_units,
@@ -48,9 +48,6 @@ FEWEST = 12
 """Equal layers below which the whole graph is planned at once."""
 PLANS = 3
 """Of a deep graph, how many plans are made whole."""
-
-PlanAxes = tuple[tuple[str, int], ...]
-"""The axes of a plan, and their ranks."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +131,15 @@ def _cut(
 
 
 class Screened(NamedTuple):
-    """A mesh of a deep graph, by its layers: `rate` is the batches that a rank does in a second."""
+    """A mesh of a deep graph, by its layers: `rate` is the samples that a rank does in a second, or
+    the batches that were given; plan: the axes that are planned; batch: of a micro-batch."""
 
     mesh: AxisSizes
     order: StageOrder
     rate: float
     fits: bool
+    plan: PlanAxes
+    batch: int
 
 
 class _LayerChoice(NamedTuple):
@@ -249,12 +249,12 @@ class Layers:
         held = [footprint(part, layout, training) for part in self.parts]
         stored = [one.parameters + one.gradients + one.optimizer for one in held]
         least = (stored[0] + self.between * stored[1] + stored[2]) / pp
-        rate = pp * layout.batches / (step * math.prod(mesh.values()))
+        rate = pp * self.asked.batch * layout.batches / (step * math.prod(mesh.values()))
         return least <= self.asked.limit, rate
 
     def screened(self, mesh: AxisSizes) -> Screened | None:
         """A mesh by its layers; None where it has more stages than there are layers."""
-        layout, training = self.asked.layout(mesh), self.asked.training
+        layout, training = self.asked.layout(mesh), self.asked.training_on(mesh)
         machine, ranks = self.choices.machine.on(mesh), math.prod(mesh.values())
         if mesh.get("pp", 1) == 1:
             held = footprint(self.whole, layout, training)
@@ -263,7 +263,7 @@ class Layers:
             times = training.microbatches
             step = took + times * self.between * (more or 0.0)
             rate = times * layout.batches / (step * ranks)
-            return Screened(mesh, ("1f1b", 1), rate, more is not None)
+            return self._screened(mesh, ("1f1b", 1), rate, more is not None)
         found = [self._pipeline(mesh, order) for order in self.asked.orders]
         return max(
             (one for one in found if one is not None),
@@ -274,7 +274,7 @@ class Layers:
     def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
         layout, training = replace(self.asked.layout(mesh), staged=True), self.asked.training
         machine, (schedule, chunks), ranks = self.choices.machine.on(mesh), order, mesh["pp"]
-        count = ranks * training.microbatches
+        count = self.asked.count(mesh)
         shape = ScheduleShape(ranks, count, chunks)
         units = [0, *[1] * self.between, 2]
         if len(units) < ranks * chunks or not is_possible(schedule, shape):
@@ -314,7 +314,11 @@ class Layers:
         )
         step = step_of(one, axes, machine, layout, training, 0.0)[2].step
         rate = count * layout.batches / (step * math.prod(mesh.values()))
-        return Screened(mesh, order, rate, None not in more)
+        return self._screened(mesh, order, rate, None not in more)
+
+    def _screened(self, mesh: AxisSizes, order: StageOrder, rate: float, fits: bool) -> Screened:
+        size, plan = self.asked.batch, planned_axes(mesh, self.asked.config)
+        return Screened(mesh, order, size * rate, fits, plan, size)
 
     @cached_property
     def _sent(self) -> int:
@@ -324,36 +328,45 @@ class Layers:
 
 def worth_a_plan(
     meshes: Sequence[AxisSizes],
-    short: Shallow,
-    planned: Callable[[AxisSizes], PlanAxes],
-    prices: Callable[[PlanAxes], MeshPrices],
+    asked: Asked,
+    of: Callable[[Asked], tuple[Shallow, Callable[[PlanAxes], MeshPrices]]],
 ) -> list[Screened]:
     """The best mesh of each number of stages and plan, best first, of the PLANS best plans.
 
-    planned: what the planner decides on of a mesh. prices: the plan of the shallow graph. Meshes
-    are tried in the order of what they do at most, until no other can be among the best.
+    of: the shallow graph of a micro-batch, and its plans. Meshes are tried in the order of what
+    they do at most, until no other can be among the best, and those of a plan with a larger
+    micro-batch while that is quicker.
     """
-    known: dict[PlanAxes, Layers | None] = {}
-    bounds: list[tuple[bool, float, int, Layers, AxisSizes]] = []
-    for mesh in meshes:
-        key = planned(mesh)
-        if key not in known:
-            known[key] = _layers(key, short, prices)
-        if (layers := known[key]) is not None:
-            possible, rate = layers.at_most(mesh)
-            bounds.append((possible, rate, len(bounds), layers, mesh))
     best: dict[object, Screened] = {}
-    for possible, rate, _, layers, mesh in sorted(bounds, key=lambda one: (not one[0], -one[1])):
-        found = _of_plans(best.values(), planned)
-        if len(found) == PLANS and all(one.fits for one in found.values()):
-            if not possible or rate < min(one.rate for one in found.values()):
-                break
-        one, at = layers.screened(mesh), (mesh.get("pp", 1), planned(mesh))
-        if one is not None and (at not in best or _order(one) < _order(best[at])):
-            best[at] = one
-    some = [one for one in best.values() if one.fits] or best.values()
-    plans = _of_plans(some, planned)
-    return [one for one in sorted(some, key=_order) if planned(one.mesh) in plans]
+
+    def at(mesh: AxisSizes) -> object:
+        return mesh.get("pp", 1), planned_axes(mesh, asked.config)
+
+    for size in asked.sizes:
+        sized = replace(asked, batch=size)
+        meshes = [mesh for mesh in meshes if sized.count(mesh)]
+        given, known = of(sized), dict[PlanAxes, Layers | None]()
+        bounds: list[tuple[bool, float, int, Layers, AxisSizes]] = []
+        for mesh in meshes:
+            key = planned_axes(mesh, asked.config)
+            if key not in known:
+                known[key] = _layers(key, *given)
+            if (layers := known[key]) is not None:
+                possible, rate = layers.at_most(mesh)
+                bounds.append((not possible, -rate, len(bounds), layers, mesh))
+        for impossible, rate, _, layers, mesh in sorted(bounds, key=lambda one: one[:3]):
+            found = _of_plans(best.values())
+            if len(found) == PLANS and all(one.fits for one in found.values()):
+                if impossible or -rate < min(one.rate for one in found.values()):
+                    break
+            one = layers.screened(mesh)
+            if one is not None and _is_quicker(one, best.setdefault(at(mesh), one)):
+                best[at(mesh)] = one
+        larger = {key for key, one in best.items() if one.fits and one.batch == size}
+        meshes = [mesh for mesh in meshes if at(mesh) in larger]
+    some = sorted([one for one in best.values() if one.fits] or best.values(), key=_order)
+    plans = _of_plans(some)
+    return [one for one in some if (one.plan, one.batch) in plans]
 
 
 def _layers(
@@ -367,16 +380,20 @@ def _layers(
     return Layers(choices, short) if choices.free.exchanges or "ep" not in dict(key) else None
 
 
-def _of_plans(
-    found: Iterable[Screened], planned: Callable[[AxisSizes], PlanAxes]
-) -> dict[PlanAxes, Screened]:
+def _of_plans(found: Iterable[Screened]) -> dict[object, Screened]:
     """The best mesh of each of the best plans."""
-    best: dict[PlanAxes, Screened] = {}
+    best: dict[object, Screened] = {}
     for one in sorted(found, key=_order):
         if len(best) < PLANS:
-            best.setdefault(planned(one.mesh), one)
+            best.setdefault((one.plan, one.batch), one)
     return best
 
 
 def _order(one: Screened) -> tuple[bool, float]:
     return not one.fits, -one.rate
+
+
+def _is_quicker(one: Screened, before: Screened) -> bool:
+    """Whether a mesh is better than another of its plan, as `MeshPrice.is_quicker` has it."""
+    gain = GAIN if one.batch > before.batch else 1.0
+    return _order(one._replace(rate=one.rate / gain)) < _order(before)

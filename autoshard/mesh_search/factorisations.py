@@ -1,15 +1,23 @@
-"""The meshes of a world: which are tried, and what is asked of one that is named."""
+"""The meshes of a world: which are tried, and what is asked of all, and of one that is named."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from autoshard.config import Config
 from autoshard.errors import ConfigError
+from autoshard.mesh_search.stages import StageOrder
+from autoshard.planning.chunked_loss import Chunking
 from autoshard.planning.cost import Cluster
+from autoshard.planning.estimate import Layout, Training
 from autoshard.runtime.mesh import offline_mesh
 
 AxisSizes = dict[str, int]
+
+PlanAxes = tuple[tuple[str, int], ...]
+"""The axes of a plan, and their ranks."""
 
 
 def candidates(
@@ -94,6 +102,68 @@ def refusal(mesh: Mapping[str, int], mixture: bool = False) -> str:
     if mixture and all(mesh.get(name, 1) > 1 for name in ("pp", "ep", "cp")):
         return "Beside pp and cp rows do not travel to experts on ep."
     return ""
+
+
+def planned_axes(mesh: AxisSizes, config: Config) -> PlanAxes:
+    """The axes that the planner decides on, names and sizes."""
+    sharing = offline_mesh(mesh, 0).sharing
+    axes = [(axis.name, axis.size) for axis in sharing]
+    if config.zero == "auto":  # the plan depends on those of the weights, too
+        named = ("pp", "dp_replicate", "dp_shard")
+        axes = [(name, mesh[name]) for name in named if name in mesh] + axes
+    elif "pp" in mesh and "ep" in mesh:  # where rows travel to experts, as on every pp
+        axes = [("pp", 2), *axes]
+    if mesh.get("ep", 1) > 1:
+        axes = [("ep", mesh["ep"]), *axes]
+    return tuple(axes)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried. losses:
+    what is asked of them where all fits, and where it does not. samples: of a global batch, which
+    goes in micro-batches of `batch`; None: ranks do `training.microbatches` of those given."""
+
+    config: Config
+    training: Training
+    limit: int
+    batches: int | None
+    meshes: int
+    losses: tuple[Chunking | None, Chunking | None] = (None, None)
+    samples: int | None = None
+    batch: int = 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """The micro-batches that are tried: powers of two that divide the global batch."""
+        each = (1 << i for i in range((self.samples or 1).bit_length()))
+        return [size for size in each if (self.samples or 1) % size == 0]
+
+    def count(self, mesh: AxisSizes) -> int:
+        """The micro-batches of a rank in a step; 0: ranks would have different numbers."""
+        if self.samples is None:  # with pp as many samples a rank as without
+            return mesh.get("pp", 1) * self.training.microbatches
+        times, rest = divmod(self.samples, self.batch * self.layout(mesh).batches)
+        return 0 if rest else times
+
+    def training_on(self, mesh: AxisSizes) -> Training:
+        """With the micro-batches of a step; one where a part of the mesh's axes is given."""
+        return replace(self.training, microbatches=self.count(mesh) or 1)
+
+    @property
+    def orders(self) -> tuple[StageOrder, ...]:
+        """The orders of a pipeline that are tried: what is asked for, of a mesh that is asked for
+        alone the default."""
+        own = self.config.order
+        return (own,) if self.config.schedule or self.meshes == 1 else (own, *_INTERLEAVED)
+
+    def layout(self, mesh: AxisSizes) -> Layout:
+        return Layout.of(
+            mesh, self.config.zero, self.config.bucket_bytes, self.config.defer_reduction
+        )
+
+
+_INTERLEAVED: tuple[StageOrder, ...] = (("interleaved", 2), ("interleaved", 4))
 
 
 def _divisors(number: int) -> list[int]:

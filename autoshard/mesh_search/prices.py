@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.building import Planned
-from autoshard.config import Config
 from autoshard.errors import PlanError
-from autoshard.mesh_search.factorisations import AxisSizes, refusal
-from autoshard.mesh_search.stages import GraphStages, PipelinePrice, StageOrder
+from autoshard.mesh_search.factorisations import Asked, AxisSizes, refusal
+from autoshard.mesh_search.stages import GraphStages, PipelinePrice
 from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
-from autoshard.planning.chunked_loss import Chunking, chunks_of
+from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
     Cuts,
@@ -34,6 +33,9 @@ from autoshard.planning.estimate import (
     with_recomputation,
 )
 
+GAIN = 1.01
+"""By how much a larger micro-batch must be quicker to be worth its memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPrice:
@@ -50,7 +52,7 @@ class MeshPrice:
     planner's cost by which other plans of the two may be cheaper (`Outer.gap`); None: not known, or
     one axis. host_update: of states on the host, what they hold there and the step takes.
     chunked_losses: how many losses go by chunks of rows. owned: the optimizer's step of matrices
-    that have owners.
+    that have owners. batch: samples of a micro-batch, of a global batch; None: as they were given.
     """
 
     mesh: AxisSizes
@@ -67,11 +69,16 @@ class MeshPrice:
     host_update: HostUpdate | None = None
     owned: OwnedUpdate = OwnedUpdate()
     chunked_losses: int = 0
+    batch: int | None = None
 
     @property
     def fits(self) -> bool:
         """Whether a rank's memory holds it."""
         return not self.unfit
+
+    def is_quicker(self, smaller: MeshPrice) -> bool:
+        """Whether a larger micro-batch is worth its memory."""
+        return self.fits and self.mfu > GAIN * smaller.mfu
 
     @property
     def parts(self) -> dict[str, float]:
@@ -104,7 +111,7 @@ class MeshSearch:
         # the same work in every row where the batch is; utilisation counts it either way
         found: dict[object, MeshPrice] = {}
         for row in sorted(rows, key=lambda row: (not row.fits, -row.mfu)):
-            found.setdefault(_axes(row) if row.pipeline else id(row), row)
+            found.setdefault(_axes(row) if row.pipeline else tuple(row.mesh.items()), row)
         return MeshSearch(tuple(found.values()), machine, world)
 
     @property
@@ -123,6 +130,7 @@ class MeshSearch:
             return ""
         other = max(others, key=lambda row: (row.fits, row.mfu))
         spelled = " ".join(f"{name}={size}" for name, size in other.mesh.items())
+        spelled += f" with micro-batches of {other.batch}" if other.batch else ""
         if not other.fits:
             return f"no mesh of other axes fits, the quickest is {spelled}"
         more = {name: other.parts[name] - best.parts[name] for name in best.parts}
@@ -143,34 +151,6 @@ _WHY = {
 def _axes(row: MeshPrice) -> tuple[int, ...]:
     """The sizes of the axes that are not data-parallel."""
     return tuple(row.mesh.get(name, 1) for name in ("pp", "ep", "cp", "tp"))
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried. losses:
-    what is asked of them where all fits, and where it does not."""
-
-    config: Config
-    training: Training
-    limit: int
-    batches: int | None
-    meshes: int
-    losses: tuple[Chunking | None, Chunking | None] = (None, None)
-
-    @property
-    def orders(self) -> tuple[StageOrder, ...]:
-        """The orders of a pipeline that are tried: what is asked for, of a mesh that is asked for
-        alone the default."""
-        own = self.config.order
-        return (own,) if self.config.schedule or self.meshes == 1 else (own, *_INTERLEAVED)
-
-    def layout(self, mesh: AxisSizes) -> Layout:
-        return Layout.of(
-            mesh, self.config.zero, self.config.bucket_bytes, self.config.defer_reduction
-        )
-
-
-_INTERLEAVED: tuple[StageOrder, ...] = (("interleaved", 2), ("interleaved", 4))
 
 
 def _rank(one: tuple[Profile, Footprint, Timing, PipelinePrice], limit: int) -> tuple[bool, float]:
@@ -229,9 +209,9 @@ class MeshPrices:
 
     def row(self, mesh: AxisSizes, limit: int | None = None) -> MeshPrice:
         """The price of a mesh without pp. limit: bytes of a rank, in place of those asked for."""
-        layout, training = self.asked.layout(mesh), self.training
+        layout, training = self.asked.layout(mesh), self.asked.training_on(mesh)
         limit = self.asked.limit if limit is None else limit
-        one, chosen = self.within(limit, layout)
+        one, chosen = self.within(limit, layout, training)
         losses = self.planned.decisions if one is self.free else self.smaller
         held = footprint(one, layout, training)
         took = timing(one, layout, training, self.machine.on(mesh))
@@ -246,7 +226,7 @@ class MeshPrices:
         """
         training, pp, limit = self.training, mesh["pp"], self.asked.limit
         alone = self.asked.meshes == 1
-        count = pp * training.microbatches  # as many samples a rank as without pp
+        count = self.asked.count(mesh)
         if not self.stages.can_run() and not alone:
             return None
         orders = self.asked.orders if self.stages.losses == 1 else self.asked.orders[:1]
@@ -295,6 +275,7 @@ class MeshPrices:
             unfit=self._unfit(held, limit, layout, one),
             plan=replace(self.planned.plan, mesh=dict(mesh)),
             microbatches=microbatches,
+            batch=self.asked.batch if self.asked.samples else None,
             host_update=on_host,
             owned=owned,
         )
@@ -340,18 +321,20 @@ class MeshPrices:
             f"{held.total / 1e9:.3g} of {limit / 1e9:.3g} GB: {why}; it takes {', or '.join(takes)}"
         )
 
-    def within(self, limit: int, layout: Layout) -> tuple[Profile, Recomputation | None]:
+    def within(
+        self, limit: int, layout: Layout, training: Training
+    ) -> tuple[Profile, Recomputation | None]:
         """The quickest that holds at most `limit` bytes; the smallest where none does. Regions of
         activation checkpointing are computed again as the model has it. With `inner="eager"` no
         graph is cut, and nothing is computed again."""
         if not self.cuts:
             return self.free, None
-        held = footprint(self.free, layout, self.training)
+        held = footprint(self.free, layout, training)
         regions = any("ac_graph_id" in node.meta for node in self.planned.serial.graph.nodes)
         if held.total <= limit and not regions:
             return self.free, None
         free = self.by_chunks
-        held = footprint(free, layout, self.training)
+        held = footprint(free, layout, training)
         if held.total <= limit and not regions:
             return free, None
         beside = held.total - free.activations.saved

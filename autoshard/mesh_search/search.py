@@ -34,22 +34,25 @@ from typing import Any
 from torch import fx, nn
 
 from autoshard.building import ask, batch_facts
-from autoshard.capture import capture, intercept
+from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
-from autoshard.errors import AutoshardError
-from autoshard.mesh_search.equal_layers import PlanAxes, Shallow, shallow, worth_a_plan
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.mesh_search.equal_layers import Shallow, shallow, worth_a_plan
 from autoshard.mesh_search.factorisations import (
+    Asked,
     AxisSizes,
+    PlanAxes,
     candidates,
     checked,
     combined,
+    planned_axes,
 )
-from autoshard.mesh_search.prices import Asked, MeshPrice, MeshPrices, MeshSearch
+from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
 from autoshard.planning import Prices, at_dearer_bytes, value
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster, numel
-from autoshard.planning.estimate import Profile, Training
+from autoshard.planning.estimate import Training
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import PLANNED, offline_mesh
 from autoshard.runtime.operators import PRODUCTS
@@ -150,6 +153,7 @@ def search_meshes(
     mesh: Mapping[str, int] | None = None,
     training: Training | None = None,
     batches: int | None = None,
+    global_batch: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> MeshSearch:
@@ -163,7 +167,9 @@ def search_meshes(
         these beside pp between nodes. Of a deep model those that are worth it by the prices of its
         layers. training: dtypes and optimizer.
     batches: how many different batches the world is given, where that is less than one for each
-        data-parallel rank: the others repeat work. progress: called with (what begins, its number,
+        data-parallel rank: the others repeat work. global_batch: samples of a step in the world,
+        in micro-batches of the size that is best for each mesh, whatever that of `args` and
+        `kwargs` and the microbatches of `training`. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
         whole rank.
 
@@ -171,7 +177,7 @@ def search_meshes(
     """
     machine = cluster(hardware)
     settings = Config.from_options(options)
-    given = (machine, settings, training, batches, progress)
+    given = (machine, settings, training, batches, progress, global_batch)
 
     def search(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
@@ -181,11 +187,12 @@ def search_meshes(
         if mesh is not None:
             return search_captured(captured, inputs, [checked(mesh, world)], *given)
         every = [*meshes, *combined(world, machine, _experts(captured))]
-        short = shallow(captured, inputs)
+        short, chosen = shallow(captured, inputs), None
         if short is not None:
             say("comparing meshes by a layer", 2, steps)
-            every = _worth_a_plan(every, short, _asked(*given[:4], len(every)), machine)
-        return search_captured(captured, inputs, every, *given)
+            asked = _asked(*given[:4], len(every), global_batch)
+            chosen = _worth_a_plan(every, short, asked, machine)
+        return search_captured(captured, inputs, every, *given, chosen)
 
     meshes = [checked(mesh, world)] if mesh else candidates(world, machine, AXES, stages=True)
     # Whether rows can travel to experts is known when the graph is captured.
@@ -195,6 +202,8 @@ def search_meshes(
     say = progress or _silent
     say("tracing", 1, steps)
     use = use_by(settings, None)
+    if global_batch is not None:
+        args, kwargs = of_marked_batch(model, args, kwargs)
     with _no_collector(), contextlib.nullcontext() if use.param is None else casting(model, use):
         found = intercept(model, args, kwargs, search)
     return found
@@ -202,22 +211,23 @@ def search_meshes(
 
 def _worth_a_plan(
     meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster
-) -> list[AxisSizes]:
-    """The meshes of a deep graph that are best by what its layers cost; without pp, every split
-    of the data-parallel ranks."""
+) -> dict[int, list[AxisSizes]]:
+    """The meshes of a deep graph that are best by what its layers cost, by the micro-batch; without
+    pp, every split of the data-parallel ranks."""
 
-    def planned(mesh: AxisSizes) -> PlanAxes:
-        return planned_axes(mesh, asked.config)
+    def of(one: Asked) -> tuple[Shallow, Callable[[PlanAxes], MeshPrices]]:
+        graph, inputs = of_batch(short.graph, short.inputs, one.samples and one.batch)
+        few = replace(short, graph=graph, inputs=inputs)
+        return few, lambda key: prices_of(graph, inputs, key, machine, one)
 
-    found = worth_a_plan(
-        meshes,
-        short,
-        planned,
-        lambda key: prices_of(short.graph, short.inputs, key, machine, asked),
-    )
-    plain = {planned(one.mesh) for one in found if "pp" not in one.mesh}
-    staged = [one.mesh for one in found if "pp" in one.mesh]
-    return [mesh for mesh in meshes if "pp" not in mesh and planned(mesh) in plain] + staged
+    chosen: dict[int, list[AxisSizes]] = {}
+    for one in worth_a_plan(meshes, asked, of):
+        alike = [one.mesh]
+        if "pp" not in one.mesh:
+            same = (m for m in meshes if planned_axes(m, asked.config) == one.plan)
+            alike = [mesh for mesh in same if "pp" not in mesh]
+        chosen.setdefault(one.batch, []).extend(alike)
+    return chosen
 
 
 def _experts(captured: fx.GraphModule) -> int:
@@ -247,43 +257,58 @@ def search_captured(
     training: Training | None = None,
     batches: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    samples: int | None = None,
+    chosen: Mapping[int, Sequence[AxisSizes]] | None = None,
 ) -> MeshSearch:
     """`search_meshes`, of a serial graph that is captured already; `captured` stays as it is.
 
     inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
+    samples: `global_batch`, where the graph is one of a marked batch. chosen: those of `meshes`
+    that are planned, by the size of a micro-batch; None: all, with a larger one while that is
+    quicker.
     """
-    asked = _asked(machine, config, training, batches, len(meshes))
-    config = asked.config
-    if len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
+    asked = _asked(machine, config, training, batches, len(meshes), samples)
+    world = math.prod(meshes[0].values())
+    if chosen is not None:
+        meshes = [mesh for some in chosen.values() for mesh in some]
+    elif len(meshes) > 1 and not any(str(n.target) in PRODUCTS for n in captured.graph.nodes):
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
-    keys = {_key(mesh): planned_axes(mesh, config) for mesh in meshes}
-    sizes = list(dict.fromkeys(keys.values()))
-    rows: list[MeshPrice] = []
-    tried: list[tuple[MeshPrice, Placements]] = []
-    steps = _steps(sizes, meshes)
-    numbers = count(3)
+    keys = {_key(mesh): planned_axes(mesh, asked.config) for mesh in meshes}
+    rows: dict[object, MeshPrice] = {}
+    plans: dict[object, Placements] = {}
+    steps, numbers, larger = _steps(set(keys.values()), meshes), count(3), list(meshes)
 
     def say(what: str) -> None:
-        (progress or _silent)(what, next(numbers), steps)
+        (progress or _silent)(what, min(next(numbers), steps - 1), steps)
 
-    for key in sizes:
-        say("planning " + " x ".join(f"{name}={n}" for name, n in key))
-        try:
-            choices = prices_of(captured, inputs, key, machine, asked)
-        except AutoshardError:
-            if len(dict(key)) == 1 or len(meshes) == 1:
-                raise
-            continue  # an option that these axes do not have together
-        placements = Placements(choices)
-        for mesh in meshes:
-            if keys[_key(mesh)] == key and _is_useful(mesh, choices.free, len(meshes)):
-                if "pp" not in mesh:
-                    tried.append((choices.row(mesh), placements))
-                elif (row := choices.staged(mesh)) is not None:
-                    rows.append(row)
-    rows = within_memory(tried, rows, say)
+    for size in asked.sizes:
+        one = replace(asked, batch=size)
+        some = [m for m in (larger if chosen is None else chosen.get(size, ())) if one.count(m)]
+        graph, larger = of_batch(captured, inputs, samples and size), []
+        for key in dict.fromkeys(keys[_key(mesh)] for mesh in some):
+            say("planning " + " x ".join(f"{name}={n}" for name, n in key))
+            try:
+                choices = prices_of(*graph, key, machine, one)
+            except AutoshardError:
+                if len(dict(key)) == 1 or asked.meshes == 1:
+                    raise
+                continue  # an option that these axes do not have together
+            placements = Placements(choices)
+            for mesh in some:
+                if keys[at := _key(mesh)] != key or not _is_useful(mesh, choices, asked.meshes):
+                    continue
+                row = choices.staged(mesh) if "pp" in mesh else choices.row(mesh)
+                if row is None or (at in rows and not row.is_quicker(rows[at])):
+                    continue
+                rows[at], plans[at] = row, placements
+                larger += [mesh] * row.fits
+    if not rows and samples:
+        why = f"a global batch of {samples} is no whole number of samples a rank on any mesh"
+        raise ConfigError(why, remedy="Give one that is.")
+    tried = [(row, plans[at]) for at, row in rows.items() if not row.pipeline]
+    found = within_memory(tried, [row for row in rows.values() if row.pipeline], say)
     (progress or _silent)("comparing", steps, steps)
-    return MeshSearch.of(rows, machine, math.prod(meshes[0].values()))
+    return MeshSearch.of(found, machine, world)
 
 
 def _asked(
@@ -292,6 +317,7 @@ def _asked(
     training: Training | None,
     batches: int | None,
     meshes: int,
+    samples: int | None = None,
 ) -> Asked:
     training = training or Training()
     if config.optimizer_states == "host":
@@ -299,7 +325,8 @@ def _asked(
     # the budget is one of the whole rank: rows are held to it, not the plan of the tp axis alone
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
-    return Asked(config, training, limit or machine.usable_bytes, batches, meshes, losses)
+    limit = limit or machine.usable_bytes
+    return Asked(config, training, limit, batches, meshes, losses, samples)
 
 
 def prices_of(
@@ -312,16 +339,14 @@ def prices_of(
 ) -> MeshPrices:
     """The plan of the axes that `planned_axes` says of a mesh, with what prices it. prices: of a
     stored byte, in place of the defaults."""
-    axes, config, training = dict(key), asked.config, asked.training
+    axes, config = dict(key), asked.config
     # beside pp, cp alone is planned as it is beside tp
     stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
     serial = copied(captured)
     say_stored(serial, inputs, config)
     first = offline_mesh({**stages, **axes}, 0)
     # a plan with choices uses the memory that there is; a stage is a part of its graph
-    pp = axes.get("pp", 1)
-    room = asked.limit if config.zero == "auto" and pp == 1 else None
-    runs = replace(training, microbatches=pp * training.microbatches)
+    room = asked.limit if config.zero == "auto" and axes.get("pp", 1) == 1 else None
     made = ask(
         serial,
         inputs,
@@ -330,7 +355,7 @@ def prices_of(
         machine.on(first.sizes),
         facts=batch_facts(inputs),
         room=room,
-        training=runs,
+        training=asked.training_on(axes),
     )
     if prices is not None:
         made = replace(made, request=replace(made.request, prices=prices))
@@ -340,29 +365,14 @@ def prices_of(
     return MeshPrices(replace(planned, request=request), first.planned.size, machine, asked)
 
 
-def planned_axes(mesh: AxisSizes, config: Config) -> PlanAxes:
-    """The axes that the planner decides on, names and sizes."""
-    sharing = offline_mesh(mesh, 0).sharing
-    axes = [(axis.name, axis.size) for axis in sharing]
-    if config.zero == "auto":  # the plan depends on those of the weights, too
-        named = ("pp", "dp_replicate", "dp_shard")
-        axes = [(name, mesh[name]) for name in named if name in mesh] + axes
-    elif "pp" in mesh and "ep" in mesh:  # where rows travel to experts, as on every pp
-        axes = [("pp", 2), *axes]
-    if mesh.get("ep", 1) > 1:
-        axes = [("ep", mesh["ep"]), *axes]
-    return tuple(axes)
-
-
 def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(mesh.items()))
 
 
-def _is_useful(mesh: AxisSizes, one: Profile, of: int) -> bool:
+def _is_useful(mesh: AxisSizes, choices: MeshPrices, of: int) -> bool:
     """Whether a mesh is more than its neighbour: with ep, whether rows travel to experts. What is
     asked for alone is priced."""
-    ep = mesh.get("ep", 1)
-    return of == 1 or ep == 1 or bool(one.exchanges)
+    return of == 1 or mesh.get("ep", 1) == 1 or bool(choices.free.exchanges)
 
 
 def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:

@@ -80,6 +80,11 @@ def test_a_factory_on_a_cluster_of_ones_own(here: Path, capsys: pytest.CaptureFi
     assert held["optimizer"] == 3 * held["gradients"] == 6 * held["parameters"]
     assert row["seconds"]["traffic"].keys() == {"dp_shard", "tp"}
 
+    asked = [*asked[:6], "--sequence", "16", "--mesh", "dp_shard=4", "--global-batch", "16"]
+    assert main(asked) == 0
+    said = capsys.readouterr()
+    assert "16 x 16 tokens a step" in said.out and ", micro-batches of 4" in said.out
+
 
 def test_a_directory_and_a_class_are_the_same_model(
     here: Path, capsys: pytest.CaptureFixture[str]
@@ -119,6 +124,7 @@ def test_a_directory_and_a_class_are_the_same_model(
         (["my_nets:net", "--hardware", "h10"], "Did you mean 'h100'"),
         (["my_nets:net", "--hardware", "none.json"], "No such file"),
         (["my_nets:net", "--optimizer", "lion"], "optimizer 'lion' is not known"),
+        (["my_nets:net", "--batch", "2", "--global-batch", "8"], "--global-batch beside --batch"),
         (["my_nets:net", "--option", "zeroo=1"], "Did you mean 'zero'"),
         (["LlamaConfig", "--option", "hidden_siz=1"], "Did you mean 'hidden_size'?"),
         (["LlamaConfig"], "longer than max_position_embeddings=2048"),

@@ -20,8 +20,8 @@ from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, equal_layers, search_meshes
 from autoshard.mesh_search.equal_layers import PLANS, Layers, Screened, shallow, worth_a_plan
-from autoshard.mesh_search.prices import Asked
-from autoshard.mesh_search.search import planned_axes, prices_of, search_captured
+from autoshard.mesh_search.factorisations import Asked, planned_axes
+from autoshard.mesh_search.search import prices_of, search_captured
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Training
 from autoshard.runtime import compat
@@ -192,7 +192,8 @@ def test_meshes_worth_a_plan_are_the_best_of_all(
     found: dict[int, Screened | None] = {}
     bounds: dict[int, tuple[bool, float]] = {}
     for i, mesh in enumerate(meshes):
-        one = Screened(mesh, ("1f1b", 1), draw.random(), draw.random() < share)
+        plan = (("tp", mesh["tp"]),)
+        one = Screened(mesh, ("1f1b", 1), draw.random(), draw.random() < share, plan, 1)
         found[i] = one if draw.random() < 0.9 and mesh["tp"] < 7 else None
         bounds[i] = one.fits or draw.random() < 0.5, one.rate * draw.uniform(1, 1.5)
 
@@ -212,7 +213,8 @@ def test_meshes_worth_a_plan_are_the_best_of_all(
         return not one.fits, -one.rate
 
     monkeypatch.setattr(equal_layers, "_layers", layers)
-    chosen = worth_a_plan(meshes, None, planned, None)  # type: ignore[arg-type]
+    given = Asked(Config(), Training(), 0, None, len(meshes))
+    chosen = worth_a_plan(meshes, given, lambda one: (None, None))  # type: ignore[arg-type]
     every = sorted((one for one in found.values() if one is not None), key=order)
     every = [one for one in every if one.fits] or every
     best = {planned(one.mesh): one for one in reversed(every)}

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.errors import ConfigError
 from autoshard.mesh_search import search
-from autoshard.planning.estimate import recomputation
+from autoshard.planning.estimate import Training, recomputation
 from autoshard.planning.search import one_axis
 
 
@@ -75,3 +76,34 @@ def test_a_search_plans_by_the_size_of_an_axis_and_cuts_by_the_layer(
         assert 0 < counts(monkeypatch, layers, 2, {"tp": 2}, budget)[2] <= 3, "whatever the depth"
     cuts = [counts(monkeypatch, layers, 2, {"tp": 2})[3] for layers in (4, 8, 16)]
     assert cuts[2] - cuts[1] <= cuts[1] - cuts[0], f"equal layers are cut once: {cuts}"
+
+
+def test_a_global_batch_goes_in_the_micro_batches_that_are_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one trace, priced as where such batches are given."""
+
+    def rows(samples: int, mesh: dict[str, int] | None, **given: Any) -> Any:
+        torch.compiler.reset()
+        with torch.device("meta"):
+            model, x = Layers(2), torch.zeros(samples, 64)
+        return search.search_meshes(model, (x,), world=4, mesh=mesh, hardware="h100", **given).rows
+
+    planned: list[int] = []
+    prices_of = search.prices_of
+
+    def counted(*args: Any) -> Any:
+        planned.append(args[4].batch)
+        return prices_of(*args)
+
+    monkeypatch.setattr(search, "prices_of", counted)
+    found = rows(1, None, global_batch=48)
+    assert all(row.batch and 48 % row.batch == 0 for row in found)
+    assert planned.count(1) == 6 and max(planned) <= 16 and len(planned) <= 6 * 5
+    with pytest.raises(ConfigError, match="no whole number of samples"):
+        rows(1, {"dp_shard": 4}, global_batch=6)
+    (staged,) = rows(1, {"pp": 2, "dp_shard": 2}, global_batch=64)
+    assert staged.batch and 2 * staged.batch * staged.microbatches == 64
+    (row,) = rows(1, {"dp_shard": 4}, global_batch=64)
+    (same,) = rows(row.batch, row.mesh, training=Training(microbatches=row.microbatches))
+    assert row.timing == same.timing and row.memory == same.memory and row.mfu == same.mfu

@@ -13,7 +13,7 @@ from autoshard.planning.estimate import Layout, Profile, SavedForBackward
 from published_rows import layout_of, priced, question_of
 from repeated_layers import AFTER, BEFORE, Pieces
 from row_models import few_layers
-from row_table import Outcome, Said, orders, outcomes, rate, summary
+from row_table import Outcome, Said, orders, outcomes, proposal, rate, summary
 from row_words import Row, machine_of, of_program, program_of, rows_of
 
 ROW: dict[str, Any] = {
@@ -108,10 +108,25 @@ def test_a_model_is_a_few_layers_of_each_kind() -> None:
     few = few_layers({"hf": "deepseek-ai/DeepSeek-V3", "experts": 256, "layers": 61}, 4096)
     assert few.kinds == ("dense",) * 3 + ("layer",) * 58 and few.config.n_routed_experts == 256
     assert few.config.num_hidden_layers == few.layers == 4
+    whole = few_layers({"hf": "deepseek-ai/DeepSeek-V3", "layers": 61}, 4096, cut=False)
+    assert whole.config.num_hidden_layers == 61 and whole.config.first_k_dense_replace == 3
     windows = few_layers({"hf": "openai/gpt-oss-20b", "layers": 24, "experts": 32}, 4096)
     assert len(set(windows.kinds)) == 2 and len(windows.kinds) == 24
     with pytest.raises(LookupError, match="family"):
         few_layers({"hf": "nobody/unknown", "layers": 2}, 128)
+
+
+def test_the_layout_that_is_proposed_has_the_samples_of_the_row() -> None:
+    small = {"vocab": 64, "width": 64, "hidden": 128, "layers": 2, "heads": 4}
+    row = Row(**{**ROW, "source": "titan-x", "world": 2, "mesh": {"tp": 2}, "batch": 2})
+    mesh, batch, how, tokens, held, why = proposal(
+        row, {"machines": {}, "models": {"small": small}}
+    )
+    size, times = int(batch.removesuffix("x100")), int(how.split()[0])
+    assert size * times * (2 if "dp" in mesh else 1) == 2 * 8
+    assert tokens and held and "does" in why
+    unknown = {"machines": {}, "models": {"small": {"hf": "nobody/unknown"}}}
+    assert "no family" in proposal(row, unknown)[-1]
 
 
 PUBLISHED: list[dict[str, Any]] = [
