@@ -31,8 +31,9 @@ from autoshard.planning.mixtures import (
     way_of,
 )
 from autoshard.planning.prices import AxisPrices
+from autoshard.planning.sizes import why_not
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import differentiable, leaves_none_empty, output_state
+from autoshard.planning.values import differentiable, output_state
 from autoshard.runtime.collectives import S, State
 from autoshard.runtime.graph_meta import DIFF, REDUCED_DTYPE
 
@@ -67,7 +68,7 @@ class ExpertAxis:
         stacks, own = operands(of)[STACKS:], operands(node)[STACKS:]
         alike = [value(one).shape for one in stacks] == [value(one).shape for one in own]
         stored = all(one in self.parameters for one in stacks)
-        if not (alike and stored and leaves_none_empty(exchangeable(of), self.size)):
+        if not (alike and stored) or why_not(exchangeable(of), self.size) is not None:
             return ()
         both = (ROWS, WEIGHTS)
         return both if self.exchange == "auto" or node.name in self.named else (self.exchange,)

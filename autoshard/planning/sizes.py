@@ -20,7 +20,7 @@ def hint(size: Size) -> int | None:
     return int(size)
 
 
-def why_not(size: Size, n: int, *, even: bool) -> str | None:
+def why_not(size: Size, n: int, *, even: bool = False) -> str | None:
     """Why a dim of `size` rows cannot be split over `n` ranks; None where it can.
 
     even: whether every rank must hold the same number of rows. A symbolic size always must (its

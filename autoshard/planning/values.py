@@ -11,8 +11,9 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
+from autoshard.planning.sizes import why_not
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import I, S, State, chunk_size, shard_dim
+from autoshard.runtime.collectives import I, S, State, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -67,20 +68,7 @@ def shardable(tensor: torch.Tensor, n: int) -> list[State]:
     """The S states of a value that leave no rank empty; symbolic sizes must divide."""
     if n == 1:
         return []
-    states = []
-    for dim, extent in enumerate(tensor.shape):
-        size = cost.hint(extent)
-        if not isinstance(extent, int):
-            if size % n == 0:
-                states.append(S(dim))
-        elif leaves_none_empty(size, n):
-            states.append(S(dim))
-    return states
-
-
-def leaves_none_empty(size: int, n: int) -> bool:
-    """Whether each of `n` ranks has some of `size`, by torch's rule of chunks."""
-    return size >= n and (n - 1) * chunk_size(size, n) < size
+    return [S(dim) for dim, size in enumerate(tensor.shape) if why_not(size, n) is None]
 
 
 def fusible(node: fx.Node) -> bool:

@@ -17,8 +17,8 @@ from autoshard.planning import cost
 from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
+from autoshard.planning.sizes import why_not
 from autoshard.planning.strategy import Strategy, value
-from autoshard.planning.values import leaves_none_empty
 from autoshard.runtime.collectives import TWICE, WHOLE, I, State, chunk_size, shard_dim
 from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.graph_meta import REDUCED_DTYPE, STORED_DTYPE
@@ -267,7 +267,7 @@ class Weight:
 
     def stays(self, ranks: int) -> bool:
         """Whether it is a stack of experts that an axis ep of `ranks` leaves where it is."""
-        return ranks > 1 and leaves_none_empty(self.experts, ranks)
+        return ranks > 1 and why_not(self.experts, ranks) is None
 
     def part(self, ranks: int) -> int:
         """Elements that the first of `ranks` data-parallel ranks stores: rows, by torch.chunk."""

@@ -82,7 +82,7 @@ def _changed(node: fx.Node, n: int) -> Iterator[Strategy]:
         yield Strategy((P,), P)
     moved = {dim_of(src), dim_of(dst)}  # type: ignore[arg-type]
     for dim, size in enumerate(value(source).shape):
-        if dim not in moved and why_not(size, n, even=False) is None:
+        if dim not in moved and why_not(size, n) is None:
             yield Strategy((S(dim),), S(dim))
 
 
@@ -122,7 +122,7 @@ def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
     classes = 0 if scores.dim() == 1 else 1
     whole = (I,) * len(weight)
     for dim, size in enumerate(scores.shape):
-        if why_not(size, n, even=False) is not None:
+        if why_not(size, n) is not None:
             continue
         op = node.kwargs["op"]
         if dim != classes:
@@ -168,7 +168,7 @@ def _split_parts(node: fx.Node, n: int) -> Iterator[Strategy]:
     """split_parts(x, ..., sharded_dim): every other dim."""
     (x,) = map(value, operands(node))
     for dim, size in enumerate(x.shape):
-        if dim != node.kwargs["sharded_dim"] and why_not(size, n, even=False) is None:
+        if dim != node.kwargs["sharded_dim"] and why_not(size, n) is None:
             yield Strategy((S(dim),), _each(node, S(dim)))
 
 
@@ -180,14 +180,14 @@ def _share_of_mean(node: fx.Node, n: int) -> Iterator[Strategy]:
     reduced = {dim % x.dim() for dim in ([given] if isinstance(given, int) else given or ())}  # type: ignore[union-attr]
     keeps = len(node.args) > 2 and bool(node.args[2])
     for dim, size in enumerate(x.shape):
-        if reduced and dim not in reduced and why_not(size, n, even=False) is None:
+        if reduced and dim not in reduced and why_not(size, n) is None:
             yield Strategy((S(dim),), S(dim - (not keeps) * sum(one < dim for one in reduced)))
 
 
 def _owned(node: fx.Node, n: int) -> Iterator[Strategy]:
     """owned_experts(x, ids, weights, stacks): tokens, which a rank's experts compute one by one."""
     stacks = operands(node)[3:]
-    if node.kwargs.get("over") is None and why_not(value(node).shape[0], n, even=False) is None:
+    if node.kwargs.get("over") is None and why_not(value(node).shape[0], n) is None:
         yield Strategy((*[S(0)] * 3, *[R] * len(stacks)), S(0))
 
 
