@@ -93,9 +93,9 @@ def is_trained(gm: fx.GraphModule) -> bool:
     return any(map(differentiable, gm.graph.nodes))
 
 
-def is_loss(node: fx.Node) -> bool:
-    """Whether a value is a scalar that has a gradient."""
-    made = value(node)
+def is_loss(node: Any) -> bool:
+    """Whether what a graph returns is a scalar that has a gradient."""
+    made = value(node) if isinstance(node, fx.Node) else None
     return isinstance(made, torch.Tensor) and made.dim() == 0 and differentiable(node)
 
 

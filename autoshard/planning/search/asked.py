@@ -49,10 +49,10 @@ from autoshard.planning.plan import Plan, without_ep
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Builder
 from autoshard.planning.strategy import operands, value
-from autoshard.planning.values import differentiable, global_bytes, shardable
+from autoshard.planning.values import differentiable, global_bytes, is_loss, shardable
 from autoshard.runtime.collectives import ONCE, TWICE, WHOLE, I, State, shard_dim
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS
+from autoshard.runtime.graph_meta import MUTATED, N_OUTPUTS
 
 aten = torch.ops.aten
 
@@ -287,8 +287,8 @@ def builder_of(
         stored=stored,
         arriving=request.arriving,
         output_domains=domains,
-        outputs_read=request.outputs_read
-        and not any(_is_loss(r) for r in results[: gm.meta[N_OUTPUTS]]),
+        # beside a loss, other outputs are probably not read
+        outputs_read=request.outputs_read and not any(map(is_loss, results[: gm.meta[N_OUTPUTS]])),
         even=request.even,
         contiguous=contiguous,
         beside=request.beside,
@@ -330,16 +330,6 @@ def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
             f"use I (Replicate) or S(0) to S({len(shape) - 1})"
         )
     return state
-
-
-def _is_loss(result: object) -> bool:
-    """A differentiable scalar: beside it, other outputs are probably not read."""
-    return (
-        isinstance(result, fx.Node)
-        and isinstance(value(result), torch.Tensor)
-        and value(result).dim() == 0
-        and bool(result.meta.get(DIFF))
-    )
 
 
 def fingerprint(gm: fx.GraphModule) -> str:
