@@ -151,9 +151,9 @@ def _part(
     if offloaded and regions:
         kept, beside = 0, max(beside, 2 * kept)
     transient = max(regions.values(), default=0) + beside
-    forward, travel = list(one.forward), [s for each in one.exchanges for s in each.sent]
+    forward, travel = list(one.forward), [s for each in one.exchanges for s in each]
     for each in one.exchanges:
-        forward[each.sent[0].at] += WAIT_SECONDS
+        forward[each[0].at] += WAIT_SECONDS
     more = [sum(each.seconds for each in again.get(i, ())) for i in range(a, b)]
     return replace(
         one,

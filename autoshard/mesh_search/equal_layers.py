@@ -172,10 +172,10 @@ class Layers:
         """The profiles of the three, with what rows do that travel to experts."""
         stages, found = self.choices.stages, list[Profile]()
         whole = stages.whole
-        travel = [sent for one in whole.exchanges for sent in one.sent]
+        travel = [sent for mixture in whole.exchanges for sent in mixture]
         forward = list(whole.forward)
-        for one in whole.exchanges:
-            forward[one.sent[0].at] += WAIT_SECONDS
+        for mixture in whole.exchanges:
+            forward[mixture[0].at] += WAIT_SECONDS
         for a, b in self.spans:
             sent = tuple(
                 one._replace(at=one.at - a, beside=tuple(i - a for i in one.beside if a <= i < b))

@@ -116,12 +116,12 @@ def waits_of(
     """The collectives that are waited for where they stand, on the planned axis, and on ep for rows
     of experts; and the seconds that each operator waits, forward and backward."""
     travel = profile.exchanges if ranks["ep"] > 1 else ()
-    sent = [*profile.sent, *(sent for one in travel for sent in one.sent)]
+    sent = [*profile.sent, *(sent for mixture in travel for sent in mixture)]
     forward, backward = ([0.0] * len(profile.forward) for _ in range(2))
     for one in sent:
         (backward if one.backward else forward)[one.at] += _waited(one, profile, ranks, links)
     for mixture in travel:
-        forward[mixture.sent[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
+        forward[mixture[0].at] += WAIT_SECONDS  # the host reads how many rows arrive
     return sent, forward, backward
 
 

@@ -23,7 +23,7 @@ from autoshard.planning.cost import Cluster, Fusing
 from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
-from autoshard.planning.estimate.traffic import Exchange, Sent, expert_rows, tp_collectives
+from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.strategy import operands
@@ -35,8 +35,8 @@ class Profile(RankHolds):
     """One rank of a tp axis of `n`, whatever the data-parallel axes.
 
     forward, backward: seconds of compute at each operator. sent: the collectives on tp.
-    exchanges: mixtures whose rows travel over ep. flops: operations of the
-    serial model, forward and backward, by which utilisation is counted (PaLM's MFU: no
+    exchanges: what each mixture sends whose rows travel over ep. flops: operations of the serial
+    model, forward and backward, by which utilisation is counted (PaLM's MFU: no
     recomputation). peak: operations a second of the device, in the dtype of most of them. fusing:
     which collectives are one operator with the products beside them.
     """
@@ -47,7 +47,7 @@ class Profile(RankHolds):
     flops: float
     peak: float
     sent: tuple[Sent, ...]
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[tuple[Sent, ...], ...] = ()
     fusing: Fusing | None = None
 
     @property

@@ -137,28 +137,17 @@ def _of_shards(
     return [*sent, Sent(axis, "reduce_scatter", reduced, True, 0)]
 
 
-class Exchange(NamedTuple):
-    """A mixture whose rows travel on an axis ep, and the collectives."""
-
-    sent: tuple[Sent, ...]
-
-
 def expert_rows(
     gm: fx.GraphModule, decisions: Decisions, n: int, imbalance: float = 1.0
-) -> list[Exchange]:
-    """The mixtures whose rows travel over ep beside a planned axis of n, with what that sends.
-    imbalance: as in Training."""
+) -> list[tuple[Sent, ...]]:
+    """What each mixture sends whose rows travel over ep beside a planned axis of n. imbalance: as
+    in Training."""
     any_ranks = 2  # the sizes are those of any number, but of the counts, which are small
     return [
-        Exchange(
-            tuple(
-                Sent(
-                    *("ep", one.op, int(imbalance * one.nbytes), one.backward, at),
-                    copies=one.copies,
-                )
-                for one in exchanged_beside(node, decisions.strategies[node], n, any_ranks)
-                if differentiable(node) or not one.backward
-            ),
+        tuple(
+            Sent("ep", one.op, int(imbalance * one.nbytes), one.backward, at, copies=one.copies)
+            for one in exchanged_beside(node, decisions.strategies[node], n, any_ranks)
+            if differentiable(node) or not one.backward
         )
         for at, node in enumerate(gm.graph.nodes)
         if is_mixture(node) and decisions.strategies[node].on_ep == ROWS
