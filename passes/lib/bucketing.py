@@ -20,7 +20,7 @@ from torch import fx
 
 from autoshard.passes.base import maker, replace
 from autoshard.planning import reached, tensor_bytes
-from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.planning.cost import default_bucket_bytes, fill_buckets
 from autoshard.runtime.graph_meta import BUCKET, CHANGE, MODULE
 
 aten = torch.ops.aten
@@ -81,17 +81,11 @@ def start_of(wait: fx.Node) -> fx.Node:
     return result.all_input_nodes[0] if result.target is operator.getitem else result
 
 
-def _reference_bytes(one: Member) -> int:
-    sizes = [arg for arg in one.node.args[1:] if isinstance(arg, int)]
-    return reference_bytes(one.source.meta["val"].element_size(), sizes[0] if sizes else 1)
-
-
 def bucket_size(members: Sequence[Member]) -> int:
     """Default size of a bucket in bytes (`planning/cost/merged.py`)."""
-    if not members:
-        return 0
-    total = sum(one.nbytes for one in members)
-    return default_bucket_bytes(total, max(_reference_bytes(one) for one in members))
+    ranks = [next((arg for arg in one.node.args[1:] if isinstance(arg, int)), 1) for one in members]
+    widths = [one.source.meta["val"].element_size() for one in members]
+    return default_bucket_bytes(sum(one.nbytes for one in members), zip(widths, ranks))
 
 
 def gathered(node: fx.Node) -> list[Member]:

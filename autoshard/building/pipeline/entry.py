@@ -32,7 +32,7 @@ from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.parameters import store_at_home
-from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
@@ -119,8 +119,8 @@ def _buckets(
         for p, stays in parameters
     ]
     ranks = math.prod(axis.size for axis in axes)
-    reference = max(reference_bytes(width, ranks) for width in widths)
-    limit = config.bucket_bytes or default_bucket_bytes(sum(sizes), reference)
+    members = ((width, ranks) for width in widths)
+    limit = config.bucket_bytes or default_bucket_bytes(sum(sizes), members)
     return fill_buckets(sizes, keys, limit, before=config.bucket_bytes is None)
 
 

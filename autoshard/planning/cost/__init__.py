@@ -14,7 +14,6 @@ from autoshard.planning.cost.merged import (
     fusing_for,
     multiplies,
     product_flops,
-    reference_bytes,
 )
 from autoshard.planning.cost.model import (
     COLLECTIVES,

@@ -19,7 +19,7 @@ product and a gradient is the sum of several (of q, k and v), their factors are 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +32,13 @@ from autoshard.planning.operators import ADDED_PRODUCTS, PRODUCTS, aten, packet
 _ELEMENTS, _ELEMENTS_A_RANK, _PARTS, _LEAST = 40_000_000, 1_000_000, 8, 4 << 20
 
 
-def reference_bytes(itemsize: int, ranks: int) -> int:
-    """Megatron-Core's size: 40 million elements, or a million a rank where that is more."""
-    return max(_ELEMENTS, _ELEMENTS_A_RANK * ranks) * itemsize
-
-
-def default_bucket_bytes(total: int, reference: int) -> int:
-    """The most a bucket holds: `reference`, but no more than an eighth of `total`, the bytes of all
-    that is to be merged, and no less than 4 MiB, below which there is only latency."""
-    return min(reference, max(total // _PARTS, _LEAST))
+def default_bucket_bytes(total: int, members: Iterable[tuple[int, int]]) -> int:
+    """The most a bucket holds: Megatron-Core's size, 40 million elements, or a million a rank where
+    that is more, but no more than an eighth of `total`, the bytes of all that is to be merged, and
+    no less than 4 MiB, below which there is only latency. members: bytes of an element of each, and
+    among how many ranks it is split; none: 0."""
+    sizes = (max(_ELEMENTS, _ELEMENTS_A_RANK * ranks) * itemsize for itemsize, ranks in members)
+    return min(max(sizes, default=0), max(total // _PARTS, _LEAST))
 
 
 def fill_buckets(

@@ -23,13 +23,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import chunks_of
-from autoshard.planning.cost import (
-    Link,
-    aligned,
-    default_bucket_bytes,
-    fill_buckets,
-    reference_bytes,
-)
+from autoshard.planning.cost import Link, aligned, default_bucket_bytes, fill_buckets
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate.weights import (
     Layout,
@@ -264,9 +258,7 @@ def gradient_buckets(
     sizes = [global_bytes(source) for _, source in members]
     ranks = [n if op == "reduce_scatter" else 1 for op, _ in members]
     items = [value(source).element_size() for _, source in members]
-    limit = bucket_bytes or default_bucket_bytes(
-        sum(sizes), max(reference_bytes(item, parts) for item, parts in zip(items, ranks))
-    )
+    limit = bucket_bytes or default_bucket_bytes(sum(sizes), zip(items, ranks))
     keys = [(op, value(source).dtype) for op, source in members]
     for bucket in fill_buckets(sizes, keys, limit, bucket_bytes is None):
         first = bucket[0]

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn, optim
 
 from autoshard.planning import cost
-from autoshard.planning.cost import default_bucket_bytes, fill_buckets, reference_bytes
+from autoshard.planning.cost import default_bucket_bytes, fill_buckets
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.mixtures import ROWS, exchangeable, is_mixture
 from autoshard.planning.sizes import why_not
@@ -390,11 +390,10 @@ def sent_bytes(weights: Iterable[Weight], part: Callable[[Weight], int], trainin
 def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:
     """The parameters in use, in the order of their first use, as the passes merge them."""
     used = sorted((w for w in weights if w.use is not None), key=lambda w: w.use or 0)
-    limit = layout.bucket_bytes or default_bucket_bytes(
-        sum(w.numel * w.itemsize for w in used),
-        max((reference_bytes(w.itemsize, layout.shard) for w in used), default=0),
-    )
     sizes = [weight.numel * weight.itemsize for weight in used]
+    limit = layout.bucket_bytes or default_bucket_bytes(
+        sum(sizes), ((weight.itemsize, layout.shard) for weight in used)
+    )
     keys = [(weight.itemsize, weight.choice == WHOLE) for weight in used]
     filled = fill_buckets(sizes, keys, limit, layout.bucket_bytes is None)
     return [[used[i] for i in bucket] for bucket in filled]

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autoshard.planning.chunked_loss import Chunking
-from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes, reference_bytes
+from autoshard.planning.cost import Fusing, Machine, default_bucket_bytes
 from autoshard.planning.decisions import Decisions, Origin, Outer
 from autoshard.planning.estimate import (
     DataAxes,
@@ -198,11 +198,8 @@ def data_axes(n: int, machine: Machine, request: Request, second: float) -> Data
     """The axes beside the planned one of `n` ranks. second: as in `DataAxes`."""
     layout, parameters = request.layout, request.parameters
     ranks = {**layout.ranks, "cp": layout.outer, request.axis: n}
-    items = [value(node).element_size() for node in parameters]
-    limit = default_bucket_bytes(
-        sum(map(global_bytes, parameters)) // n,
-        max((reference_bytes(item, layout.shard) for item in items), default=0),
-    )
+    members = [(value(node).element_size(), layout.shard) for node in parameters]
+    limit = default_bucket_bytes(sum(map(global_bytes, parameters)) // n, members)
     return DataAxes(
         n=n,
         layout=layout,
