@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.planning.context_parallel import attention_form, contiguous_share
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.decisions import (
     Decisions,
     Outer,
@@ -62,5 +63,4 @@ from autoshard.planning.values import (
     output_state,
     producer,
     shardable,
-    tensor_bytes,
 )

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.operators import ATTENTION, RESHAPES, packet
 from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
-from autoshard.planning.values import output_state, producer, tensor_bytes
+from autoshard.planning.values import output_state, producer
 from autoshard.runtime.collectives import I, R, S, State, Z, shard_dim
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, masked_both_ends, masked_prefix
 from autoshard.runtime.operators import (

@@ -27,7 +27,7 @@ from autoshard.planning.context_parallel import (
     stored_by_rows,
     with_heads_as_one,
 )
-from autoshard.planning.cost import OperatorWork
+from autoshard.planning.cost import OperatorWork, tensor_bytes
 from autoshard.planning.decisions import Origin
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
@@ -47,7 +47,6 @@ from autoshard.planning.values import (
     shardable,
     splits_evenly,
     stored_domain,
-    tensor_bytes,
 )
 from autoshard.runtime.collectives import I, R, State, redistribute, shard_dim
 from autoshard.runtime.graph_meta import DIFF, N_OUTPUTS, WITHOUT_GRADIENTS

@@ -39,7 +39,7 @@ def output_state(strategy: Strategy, index: int | None) -> State:
 
 def global_bytes(node: fx.Node) -> int:
     """Bytes of the whole (unsharded) value; symbolic sizes count with their hints."""
-    return tensor_bytes(value(node))
+    return cost.tensor_bytes(value(node))
 
 
 def stored_domain(node: fx.Node, n: int, even: bool = False) -> list[State]:
@@ -97,16 +97,6 @@ def is_loss(node: Any) -> bool:
     """Whether what a graph returns is a scalar that has a gradient."""
     made = value(node) if isinstance(node, fx.Node) else None
     return isinstance(made, torch.Tensor) and made.dim() == 0 and differentiable(node)
-
-
-def tensor_bytes(result: Any) -> int:
-    """Bytes of the whole tensor, symbolic sizes counted with their hints; 0 for anything else."""
-    if not isinstance(result, torch.Tensor):
-        return 0
-    size: int = result.element_size()
-    for extent in result.shape:
-        size *= cost.hint(extent)
-    return size
 
 
 def as_key(arguments: Iterable[Any], of: Callable[[fx.Node], Any]) -> tuple[Any, ...]:

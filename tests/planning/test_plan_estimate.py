@@ -14,6 +14,7 @@ import autoshard
 from autoshard.errors import ConfigError
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.search import search_meshes
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.cost.clusters import Cluster, cluster
 from autoshard.planning.cost.machines import AcrossNodes, Efficiency, Hardware, Link
 from autoshard.planning.estimate.memory import SavedForBackward, Saving, footprint, held
@@ -21,7 +22,6 @@ from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import gradient_buckets, tp_collectives
 from autoshard.planning.estimate.weights import Layout, Training, Weight
-from autoshard.planning.values import tensor_bytes
 from models import CASES
 from traced import WithLoss, programs
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss.head import Head, LeftWhole, arguments_of, head_of, is_loss
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import State, chunk_size, forward_value, shard_dim
 from autoshard.runtime.graph_meta import DIFF, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import copies_of, kept_by, scratch_bytes

@@ -30,5 +30,6 @@ from autoshard.planning.cost.model import (
     numel,
     outer_dim,
     ring_bytes,
+    tensor_bytes,
     work_of,
 )

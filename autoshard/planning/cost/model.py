@@ -158,6 +158,11 @@ def numel(tensor: torch.Tensor) -> int:
     return math.prod(hint(extent) for extent in tensor.shape)
 
 
+def tensor_bytes(result: Any) -> int:
+    """Bytes of the whole tensor, symbolic sizes counted with their hints; 0 for anything else."""
+    return numel(result) * result.element_size() if isinstance(result, torch.Tensor) else 0
+
+
 def node_bytes(node: fx.Node) -> int:
     """Bytes an operator reads and writes: inputs plus outputs.
 
@@ -242,8 +247,7 @@ def _values(node: fx.Node) -> tuple[list[Any], Any]:
 
 
 def _tensor_bytes(tree: Any) -> int:
-    leaves = pytree.tree_leaves(tree)
-    return sum(numel(x) * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+    return sum(map(tensor_bytes, pytree.tree_leaves(tree)))
 
 
 def _product(left: int) -> Callable[[Sequence[Any], Any], int]:

@@ -27,6 +27,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import chunks_of
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.decisions import Decisions, Recomputation
 from autoshard.planning.estimate.weights import (
     Layout,
@@ -46,7 +47,7 @@ from autoshard.planning.operators import (
     packet,
 )
 from autoshard.planning.strategy import operands, value
-from autoshard.planning.values import differentiable, fusible, global_bytes, producer, tensor_bytes
+from autoshard.planning.values import differentiable, fusible, global_bytes, producer
 from autoshard.runtime.collectives import I, State, forward_value, shard_dim
 from autoshard.runtime.graph_meta import BUFFER
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss import Losses, chunks_of
-from autoshard.planning.cost import Cluster, OperatorWork
+from autoshard.planning.cost import Cluster, OperatorWork, tensor_bytes
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes, is_mixture
@@ -22,7 +22,7 @@ from autoshard.planning.operators import (
     packet,
 )
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import differentiable, is_lookup, producer, tensor_bytes
+from autoshard.planning.values import differentiable, is_lookup, producer
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.operators import FLOAT8_LINEAR
 

@@ -11,14 +11,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.planning import cost
-from autoshard.planning.cost import Cluster
+from autoshard.planning.cost import Cluster, tensor_bytes
 from autoshard.planning.decisions import Decisions, ValueKey
 from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.operators import ATTENTION, LOSSES, arguments, packet
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import differentiable, tensor_bytes
+from autoshard.planning.values import differentiable
 from autoshard.runtime.collectives import P, State, forward_value
 
 LEAST_PRICE = 1e-16

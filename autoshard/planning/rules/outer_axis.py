@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.sizes import count, is_one, same_shape, why_not
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
-from autoshard.planning.values import tensor_bytes
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
 from autoshard.runtime.collectives import shard_dim as dim_of
 from autoshard.runtime.masked_attention import masked_both_ends, masked_prefix

@@ -21,10 +21,11 @@ import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.prices import MovedValue
 from autoshard.planning.problem import Builder
 from autoshard.planning.strategy import Strategy, value
-from autoshard.planning.values import shardable, tensor_bytes
+from autoshard.planning.values import shardable
 from autoshard.runtime.collectives import I, R, State, forward_value
 
 StatePair = tuple[State, State]

@@ -13,11 +13,10 @@ from torch import nn
 from autoshard.building import one_rank
 from autoshard.mesh_search.search import search_meshes
 from autoshard.planning.chunked_loss import LARGE
-from autoshard.planning.cost import cluster
+from autoshard.planning.cost import cluster, tensor_bytes
 from autoshard.planning.estimate import Layout, Training, footprint, held, profile
 from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.traffic import tp_collectives
-from autoshard.planning.values import tensor_bytes
 from autoshard.program import Program
 from autoshard.runtime.graph_meta import CHUNKED
 from autoshard.verification.program_check import verify_program
