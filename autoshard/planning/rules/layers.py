@@ -200,7 +200,7 @@ SEEDS = {
 """The only way to draw each kind of seed: on every rank of the axis, at the same time."""
 
 
-def counted(op: Callable[..., Any], text: str) -> Callable[[OpCall], Iterator[Strategy]]:
+def counted(op: str, text: str) -> Callable[[OpCall], Iterator[Strategy]]:
     """The rule `text` for an operator whose first operand has the dims of its random numbers."""
     rule = TextRule(text)
 
@@ -215,31 +215,26 @@ def counted(op: Callable[..., Any], text: str) -> Callable[[OpCall], Iterator[St
             extent = whole.shape[dim]
             fixed = extent if isinstance(extent, int) else None
             yield strategy._replace(
-                impl=Bound.of(randomness.on_shard, op=op.__name__, dim=dim, extent=fixed)
+                impl=Bound.of(randomness.on_shard, op=op, dim=dim, extent=fixed)
             )
 
     return strategies
 
 
+_AN_ELEMENT = (
+    *(randomness.bernoulli, randomness.bernoulli_p, randomness.uniform, randomness.normal),
+    *(randomness.exponential, randomness.integers, randomness.normal_around, randomness.rrelu),
+    *(randomness.normal_scaled, randomness.log_normal, randomness.cauchy, randomness.geometric),
+)
 RANDOM_RULES = {
-    "autoshard.dropout": counted(randomness.dropout, "* ..., _ -> ..."),
-    "autoshard.native_dropout": counted(randomness.native_dropout, "..., _ -> ..., ..."),
-    "autoshard.feature_dropout": counted(randomness.feature_dropout, "* n c X..., _ -> n c X..."),
-    "autoshard.bernoulli": counted(randomness.bernoulli, "..., _ -> ..."),
-    "autoshard.bernoulli_p": counted(randomness.bernoulli_p, "..., _ -> ..."),
-    "autoshard.uniform": counted(randomness.uniform, "..., _ -> ..."),
-    "autoshard.normal": counted(randomness.normal, "..., _ -> ..."),
-    "autoshard.exponential": counted(randomness.exponential, "..., _ -> ..."),
-    "autoshard.integers": counted(randomness.integers, "..., _ -> ..."),
-    "autoshard.multinomial": counted(randomness.multinomial, "... K, _ -> ... N"),
-    "autoshard.normal_around": counted(randomness.normal_around, "..., _ -> ..."),
-    "autoshard.normal_scaled": counted(randomness.normal_scaled, "..., _ -> ..."),
-    "autoshard.normal_each": counted(randomness.normal_each, "..., ..., _ -> ..."),
-    "autoshard.log_normal": counted(randomness.log_normal, "..., _ -> ..."),
-    "autoshard.cauchy": counted(randomness.cauchy, "..., _ -> ..."),
-    "autoshard.geometric": counted(randomness.geometric, "..., _ -> ..."),
-    "autoshard.rrelu": counted(randomness.rrelu, "..., _ -> ..."),
-    "autoshard.attention": counted(
-        randomness.attention, "... Q E, ... K E, * ... K F, ... Q K, _ -> ... Q F"
-    ),
+    f"autoshard.{op.__name__}": counted(op.__name__, text)
+    for op, text in {
+        **dict.fromkeys(_AN_ELEMENT, "..., _ -> ..."),
+        randomness.dropout: "* ..., _ -> ...",
+        randomness.native_dropout: "..., _ -> ..., ...",
+        randomness.feature_dropout: "* n c X..., _ -> n c X...",
+        randomness.multinomial: "... K, _ -> ... N",
+        randomness.normal_each: "..., ..., _ -> ...",
+        randomness.attention: "... Q E, ... K E, * ... K F, ... Q K, _ -> ... Q F",
+    }.items()
 }

@@ -22,6 +22,12 @@ from autoshard.runtime.operators import vocab_parallel_cross_entropy, vocab_para
 
 RuleEntry = str | Rule | tuple[str | Rule, ...]
 
+
+def _aten(names: str, entry: RuleEntry) -> dict[str, RuleEntry]:
+    """One entry for several operators of aten."""
+    return {f"aten.{name}": entry for name in names.split()}
+
+
 LINEAR = "* ... -> ..."
 SUM = "+ ..., + ... -> ..."
 
@@ -59,157 +65,75 @@ MATRICES: dict[str, RuleEntry] = {
 }
 
 ELEMENTWISE: dict[str, RuleEntry] = {
-    "aten.add.Tensor": SUM,
-    "aten.sub.Tensor": SUM,
-    "aten.rsub.Tensor": SUM,
+    **_aten("add.Tensor sub.Tensor rsub.Tensor", SUM),
+    **_aten("mul.Scalar div.Scalar neg positive clone contiguous alias detach", LINEAR),
+    **_aten("lift_fresh_copy _to_copy", LINEAR),
+    **_aten("to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype", LINEAR),
     "aten.mul.Tensor": "* ..., * ... -> ...",
-    "aten.mul.Scalar": LINEAR,
-    "aten.div.Tensor": "* ..., ... -> ...",
-    "aten.div.Scalar": LINEAR,
-    "aten.true_divide.Tensor": "* ..., ... -> ...",
-    "aten.neg": LINEAR,
-    "aten.positive": LINEAR,
-    "aten.clone": LINEAR,
-    "aten.contiguous": LINEAR,
-    "aten.alias": LINEAR,
-    "aten.detach": LINEAR,
-    "aten.lift_fresh_copy": LINEAR,
-    "aten.expand_as": "* ..., ... -> ...",
-    "aten._to_copy": LINEAR,
-    "aten.to.dtype": LINEAR,
-    "aten.to.device": LINEAR,
-    "aten.to.dtype_layout": LINEAR,
-    "aten.to.prim_Device": LINEAR,
-    "aten.to.prim_dtype": LINEAR,
-    "aten.type_as": "* ..., _ -> ...",
-    "aten.to.other": "* ..., _ -> ...",
+    **_aten("div.Tensor true_divide.Tensor expand_as", "* ..., ... -> ..."),
+    **_aten("type_as to.other", "* ..., _ -> ..."),
     "aten.copy": "..., * ... -> ...",
     "aten.where.self": "..., + ..., + ... -> ...",
     "aten.where.ScalarOther": when_zero("other", "..., * ... -> ...", "..., ... -> ..."),
     "aten.where.ScalarSelf": when_zero("self", "..., * ... -> ...", "..., ... -> ..."),
-    "aten.where.Scalar": "... -> ...",
     "aten.masked_fill.Scalar": when_zero("value", "* ..., ... -> ...", "..., ... -> ..."),
     "aten.masked_fill.Tensor": "+ ..., ..., + -> ...",
     # reached only while they draw nothing (evaluation, p = 0); see passes/invariant_random.py
-    "aten.dropout": LINEAR,
+    **_aten("dropout alpha_dropout feature_dropout feature_alpha_dropout", LINEAR),
     "aten.native_dropout": "... -> ..., ...",
-    "aten.alpha_dropout": LINEAR,
-    "aten.feature_dropout": LINEAR,
-    "aten.feature_alpha_dropout": LINEAR,
-    "aten.log_sigmoid": "... -> ...",
-    "aten.hardswish": "... -> ...",
-    "aten.relu6": "... -> ...",
-    "aten.selu": "... -> ...",
-    "aten.floor_divide": "..., ... -> ...",
     "aten.prelu": ("b c ..., c -> b c ...", "..., -> ..."),
-    "aten.zeros_like": "... -> ...",
-    "aten.ones_like": "... -> ...",
-    "aten.full_like": "... -> ...",
-    "aten.fill.Scalar": "... -> ...",
     "aten.fill.Tensor": "..., -> ...",
-    **{f"aten.__{name}__.Tensor": "..., ... -> ..." for name in ("and", "or", "xor")},
-    "aten.max.other": "..., ... -> ...",
-    "aten.min.other": "..., ... -> ...",
+    **_aten("log_sigmoid hardswish relu6 selu zeros_like ones_like full_like", "... -> ..."),
+    **_aten("fill.Scalar where.Scalar", "... -> ..."),
+    **_aten("floor_divide max.other min.other", "..., ... -> ..."),
+    **_aten("__and__.Tensor __or__.Tensor __xor__.Tensor", "..., ... -> ..."),
 }
 
 VIEWS: dict[str, RuleEntry] = {
-    **dict.fromkeys(
-        [
-            "aten.reshape",
-            "aten.view",
-            "aten._unsafe_view",
-            "aten.view_copy",
-            "aten.flatten",
-            "aten.unflatten",
-            "aten.unsqueeze",
-        ],
+    **_aten(
+        "reshape view _unsafe_view view_copy flatten unflatten unsqueeze",
         (along(views.reshaped), views.unfolded),
     ),
     # of another dtype: bits do not add up as numbers do, and the last dim may change its size
-    "aten.view.dtype": along(except_last(1), linear=False),
-    "aten.view_copy.dtype": along(except_last(1), linear=False),
+    **_aten("view.dtype view_copy.dtype", along(except_last(1), linear=False)),
     "aten.squeeze": along(views.squeezed),
     "aten.expand": views.expanded,
     "aten.transpose": along(views.permuted(views.swapped("dim0", "dim1"))),
     "aten.t": along(views.permuted(views.swapped(0, -1))),
     "aten.numpy_T": along(views.permuted(lambda call, rank: range(rank - 1, -1, -1))),
-    "aten.mT": along(views.permuted(views.swapped(-2, -1))),
-    "aten.adjoint": along(views.permuted(views.swapped(-2, -1))),
+    **_aten("mT adjoint", along(views.permuted(views.swapped(-2, -1)))),
     "aten.permute": along(views.permuted(views.by_dims)),
     "aten.movedim": along(views.permuted(views.by_movedim)),
-    "aten.select": along(dropping),
-    "aten.unbind": along(dropping),
-    "aten.slice.Tensor": along(views.sliced),
-    "aten.narrow": along(views.sliced),
-    **dict.fromkeys(
-        [
-            "aten.split",
-            "aten.split_with_sizes",
-            "aten.chunk",
-            "aten.unsafe_split",
-            "aten.unsafe_split_with_sizes",
-            "aten.unsafe_chunk",
-            "aten.tensor_split.sections",
-            "aten.tensor_split.indices",
-        ],
+    **_aten("select unbind", along(dropping)),
+    **_aten("slice.Tensor narrow", along(views.sliced)),
+    **_aten(
+        "split split_with_sizes chunk unsafe_split unsafe_split_with_sizes unsafe_chunk "
+        "tensor_split.sections tensor_split.indices",
         (along(except_dims()), views.split),
     ),
     "aten.unfold": along(except_dims("dimension")),
-    "aten.roll": along(except_dims("dims")),
-    "aten.flip": along(except_dims("dims")),
+    **_aten("roll flip", along(except_dims("dims"))),
     "aten.diagonal": along(views.diagonalised),
-    "aten.tril": along(except_last(2)),
-    "aten.triu": along(except_last(2)),
-    "aten.repeat": along(views.repeated),
-    "aten.tile": along(views.repeated),
+    **_aten("tril triu", along(except_last(2))),
+    **_aten("repeat tile", along(views.repeated)),
     "aten.repeat_interleave.self_int": along(views.repeat_interleaved),
-    "aten.constant_pad_nd": views.padding,
-    "aten.pad": views.padding,
-    "aten.cat": views.concatenated,
-    "aten.concat": views.concatenated,
+    **_aten("constant_pad_nd pad", views.padding),
+    **_aten("cat concat", views.concatenated),
     "aten.stack": views.stacked,
 }
 
 REDUCTIONS: dict[str, RuleEntry] = {
     "aten.sum": reductions.summed,
     "aten.mean": reductions.averaged,
-    **dict.fromkeys(
-        [
-            "aten.amax",
-            "aten.amin",
-            "aten.max.dim",
-            "aten.min.dim",
-            "aten.argmax",
-            "aten.argmin",
-            "aten.any.dim",
-            "aten.any.dims",
-            "aten.all.dim",
-            "aten.all.dims",
-            "aten.prod.dim_int",
-            "aten.linalg_vector_norm",
-            "aten.norm.ScalarOpt_dim",
-            "aten.var.dim",
-            "aten.std.dim",
-            "aten.var.correction",
-            "aten.std.correction",
-            "aten.var_mean.correction",
-            "aten.median.dim",
-        ],
+    **_aten(
+        "amax amin max.dim min.dim argmax argmin any.dim any.dims all.dim all.dims prod.dim_int "
+        "linalg_vector_norm norm.ScalarOpt_dim var.dim std.dim var.correction std.correction "
+        "var_mean.correction median.dim",
         along(reducing(), linear=False),
     ),
     "aten.cumsum": along(except_dims()),
-    **dict.fromkeys(
-        [
-            "aten.cumprod",
-            "aten.logcumsumexp",
-            "aten.sort",
-            "aten.sort.stable",
-            "aten.argsort",
-            "aten.argsort.stable",
-            "aten.topk",
-            "aten._softmax",
-            "aten._log_softmax",
-        ],
+    **_aten(
+        "cumprod logcumsumexp sort sort.stable argsort argsort.stable topk _softmax _log_softmax",
         along(except_dims(), linear=False),
     ),
     "aten.glu": (along(except_dims(), linear=False), views.gated),
@@ -222,19 +146,14 @@ REDUCTIONS: dict[str, RuleEntry] = {
 INDEXING: dict[str, RuleEntry] = {
     "aten.embedding": indexing.looked_up,
     "aten.gather": indexing.gathered,
-    "aten.scatter.src": indexing.scattered,
-    "aten.scatter.value": indexing.scattered,
-    "aten.scatter_add": indexing.scattered,
+    **_aten("scatter.src scatter.value scatter_add", indexing.scattered),
     "aten.index_select": indexing.index_selected,
     "aten.index_add": indexing.index_added,
     "aten.index_copy": indexing.index_written,
-    "aten.select_scatter": indexing.part_written,
-    "aten.slice_scatter": indexing.part_written,
+    **_aten("select_scatter slice_scatter", indexing.part_written),
     "aten.index.Tensor": indexing.advanced_indexed,
     "aten.index_put": indexing.advanced_written,
-    "aten.new_zeros": indexing.metadata_read,
-    "aten.new_ones": indexing.metadata_read,
-    "aten.new_full": indexing.metadata_read,
+    **_aten("new_zeros new_ones new_full", indexing.metadata_read),
 }
 
 LAYERS: dict[str, RuleEntry] = {
@@ -259,14 +178,11 @@ LAYERS: dict[str, RuleEntry] = {
     "aten.conv3d": layers.convolved(
         "* b i X Y Z, * o i K L M, + o -> b o P Q R", "* i X Y Z, * o i K L M, + o -> o P Q R"
     ),
-    **dict.fromkeys(
-        ["aten.conv_transpose1d", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"],
+    **_aten(
+        "conv_transpose1d conv_transpose2d.input conv_transpose3d.input",
         layers.convolved("* b i X..., * i o K..., + o -> b o Y..."),
     ),
-    "aten.lstm.input": layers.recurrent,
-    "aten.gru.input": layers.recurrent,
-    "aten.rnn_tanh.input": layers.recurrent,
-    "aten.rnn_relu.input": layers.recurrent,
+    **_aten("lstm.input gru.input rnn_tanh.input rnn_relu.input", layers.recurrent),
     **{f"aten.max_pool{k}d": along(except_last(k), linear=False) for k in (1, 2, 3)},
     **{f"aten.avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
     **{f"aten.adaptive_avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
@@ -276,11 +192,8 @@ LAYERS: dict[str, RuleEntry] = {
         for k in (1, 2, 3)
     },
     "aten.upsample_linear1d": along(except_last(1)),
-    **dict.fromkeys(
-        [
-            *("aten.upsample_bilinear2d", "aten._upsample_bilinear2d_aa"),
-            *("aten.upsample_bicubic2d", "aten._upsample_bicubic2d_aa"),
-        ],
+    **_aten(
+        "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa",
         along(except_last(2)),
     ),
     "aten.upsample_trilinear3d": along(except_last(3)),
@@ -289,12 +202,8 @@ LAYERS: dict[str, RuleEntry] = {
 
 LOSSES: dict[str, RuleEntry] = {
     "aten.cross_entropy_loss": reductions.classified(vocab_parallel_cross_entropy, I),
-    "aten.nll_loss": reductions.classified(vocab_parallel_nll, P),
-    "aten.nll_loss_nd": reductions.classified(vocab_parallel_nll, P),
-    "aten.mse_loss": reductions.elementwise_loss,
-    "aten.l1_loss": reductions.elementwise_loss,
-    "aten.smooth_l1_loss": reductions.elementwise_loss,
-    "aten.huber_loss": reductions.elementwise_loss,
+    **_aten("nll_loss nll_loss_nd", reductions.classified(vocab_parallel_nll, P)),
+    **_aten("mse_loss l1_loss smooth_l1_loss huber_loss", reductions.elementwise_loss),
 }
 
 RULES: dict[str, RuleEntry] = {
