@@ -170,32 +170,33 @@ class Machine(Cluster):
 def _machine(
     name: str,
     *,
-    tera_flops: tuple[float, float, float, float],
-    memory: tuple[float, float],
-    inside: tuple[float, float],
-    between: tuple[float, float],
-    host: tuple[float, float],
-    host_memory: float,
+    tera_flops: Sequence[float],
+    memory: Sequence[float],
+    inside: Sequence[float],
+    between: Sequence[float],
+    host: Sequence[float] = (),
+    host_memory: float | None = None,
     kind: str = "gpu",
+    per_node: int = 8,
 ) -> Cluster:
     """memory: (GB, GB/s); inside a node, between nodes, host: (microseconds, GB/s a rank);
     host_memory: GB/s a rank."""
-    rates = dict(zip(("float8", "half", "float32", "float64"), tera_flops, strict=True))
     size, bandwidth = memory
 
-    def link(figures: tuple[float, float]) -> Link:
-        return Link(figures[0] * 1e-6, figures[1] * 1e9, bandwidth * 1e9)
+    def link(latency: float, rate: float) -> Link:
+        return Link(latency * 1e-6, rate * 1e9, bandwidth * 1e9)
 
     device = Hardware(
         name,
-        {kind: rate * 1e12 for kind, rate in rates.items()},
+        {kind: rate * 1e12 for kind, rate in zip(_RATES, tera_flops, strict=True)},
         bandwidth * 1e9,
         int(size * 1e9),
-        link(host),
-        host_memory * 1e9,
+        link(*host) if host else None,
+        Hardware.host_memory_bandwidth if host_memory is None else host_memory * 1e9,
         kind,
     )
-    return Cluster(device, 8, link(inside), link(between), EFFICIENCIES.get(name, Efficiency()))
+    efficiency = EFFICIENCIES.get(name, Efficiency())
+    return Cluster(device, per_node, link(*inside), link(*between), efficiency)
 
 
 # Data sheets of the manufacturers: dense rates (without structured sparsity), memory as sold, and
@@ -287,36 +288,27 @@ def read_cluster(path: Path) -> Cluster:
         body = parsed(path, what, ConfigError, _yaml(path), "YAML", remedy, MOST_BYTES)
     body.only((*_SIZES, "name", "kind", "devices_per_node", *_MORE))
     figures = {name: _figures(body.entry(name), sizes) for name, sizes in _SIZES.items()}
-    gigabytes, bandwidth = figures["memory"]
-    inside, between = (
-        Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
-        for microseconds, rate in (figures["inside"], figures["between"])
-    )
-    host, host_memory = None, Hardware.host_memory_bandwidth
+    host: list[float] = []
     if (given := body.optional("host", {})).entries():
         names = _SIZES["inside"]
         told = [name for name in (*names, _HOST_MEMORY) if name in (*names, *given.entries())]
-        microseconds, rate, *more = _figures(given, told)
-        host = Link(microseconds * 1e-6, rate * 1e9, bandwidth * 1e9)
-        host_memory = more[0] * 1e9 if more else host_memory
-    rates = _figures(body.entry("tera_flops"), _RATES)
-    device = Hardware(
-        body.entry("name").text(),
-        {kind: rate * 1e12 for kind, rate in zip(_RATES, rates)},
-        bandwidth * 1e9,
-        int(gigabytes * 1e9),
-        host,
-        host_memory,
-        body.optional("kind", "gpu").text("gpu", "cpu"),
+        host = _figures(given, told)
+    described = _machine(
+        tera_flops=_figures(body.entry("tera_flops"), _RATES),
+        name=body.entry("name").text(),
+        **figures,
+        host=host[:2],
+        host_memory=next(iter(host[2:]), None),
+        kind=body.optional("kind", "gpu").text("gpu", "cpu"),
+        per_node=body.entry("devices_per_node").integer(1, MOST_RANKS),
     )
-    per_node = body.entry("devices_per_node").integer(1, MOST_RANKS)
     given = body.optional("efficiency", {})
     given.only(field.name for field in fields(Efficiency))
     shares = {
         name: share.number(0, MOST) if name == "narrow" else share.number(LEAST, 1)
         for name, share in given.entries().items()
     }
-    known = nearest(device) if device.kind == "gpu" else ""
+    known = nearest(described.device) if described.device.kind == "gpu" else ""
     efficiency = replace(EFFICIENCIES.get(known, Efficiency()), **shares)
     assumed = known if len(shares) < len(fields(Efficiency)) else ""
     travel = body.optional("rows", {})
@@ -325,7 +317,7 @@ def read_cluster(path: Path) -> Cluster:
         travel.optional("deduplicated", False).flag(),
         travel.optional("overlap", 0).number(0, 1),
     )
-    return Cluster(device, per_node, inside, between, efficiency, rows, assumed)
+    return replace(described, efficiency=efficiency, rows=rows, assumed=assumed)
 
 
 def nearest(device: Hardware) -> str:
