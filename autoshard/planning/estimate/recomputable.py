@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -43,13 +44,13 @@ class RankValue:
 
     key: ValueKey
     nbytes: int
-    inner: int
+    inner: int = 0
     seconds: float
     sources: tuple[int, ...]
-    needed: bool
-    once: bool
-    again: int
-    held: bool
+    needed: bool = False
+    once: bool = False
+    again: int = -1
+    held: bool = True
     views: tuple[ValueKey, ...] = ()
     transfer: float = math.inf
 
@@ -114,14 +115,14 @@ class Walk:
             self._need(tensor, want)
         state = self.saving.state(node)
         self._add(
-            (node, forward_value(state)),
-            self.saving.nbytes(node, state),
-            self.inner(node, strategy),
-            self.seconds(node, strategy),
-            sources,
-            self.is_made_once(node),
             node,
-            self.saving.in_memory(node),
+            key=(node, forward_value(state)),
+            nbytes=self.saving.nbytes(node, state),
+            inner=self.inner(node, strategy),
+            seconds=self.seconds(node, strategy),
+            sources=sources,
+            once=self.is_made_once(node),
+            held=self.saving.in_memory(node),
         )
 
     def needs(self, node: fx.Node) -> list[tuple[fx.Node, State]]:
@@ -201,43 +202,21 @@ class Walk:
         at: int | None,
         user: fx.Node,
     ) -> None:
-        seconds = self.change_seconds(tensor, have, want)
-        if self.decisions.gathers_again(tensor, have, want):
-            nbytes = 0
-        else:
-            nbytes = self.saving.nbytes(tensor, want)
-        sources = () if at is None else (at,)
-        like = tensor if have == P else user
-        self._add(key, nbytes, 0, seconds, sources, False, like, True)
+        again = self.decisions.gathers_again(tensor, have, want)
+        self._add(
+            tensor if have == P else user,
+            key=key,
+            nbytes=0 if again else self.saving.nbytes(tensor, want),
+            seconds=self.change_seconds(tensor, have, want),
+            sources=() if at is None else (at,),
+        )
 
-    def _add(
-        self,
-        key: ValueKey,
-        nbytes: int,
-        inner: int,
-        seconds: float,
-        sources: tuple[int, ...],
-        once: bool,
-        like: fx.Node,
-        held: bool,
-    ) -> None:
+    def _add(self, like: fx.Node, *, key: ValueKey, nbytes: int, **more: Any) -> None:
         again = like.meta.get("ac_graph_id", -1) if like.meta.get("recompute") in _AGAIN else -1
         single = nbytes and isinstance(value(key[0]), torch.Tensor)
+        transfer = self.cluster.host_seconds(nbytes) if single else math.inf
         self.place[key] = len(self.found)
-        self.found.append(
-            RankValue(
-                key=key,
-                nbytes=nbytes,
-                inner=inner,
-                seconds=seconds,
-                sources=sources,
-                needed=False,
-                once=once,
-                again=again,
-                held=held,
-                transfer=self.cluster.host_seconds(nbytes) if single else math.inf,
-            )
-        )
+        self.found.append(RankValue(key=key, nbytes=nbytes, again=again, transfer=transfer, **more))
 
 
 def takes_no_time(seconds: float, nbytes: int) -> bool:

@@ -112,11 +112,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.optimizer not in MOMENTS:
             optimizer_class(self.optimizer)
-        allowed: dict[str, tuple[Any, ...]] = {
-            "recipe": RECIPES,
-            "states": STATES,
-        }
-        for name, values in allowed.items():
+        for name, values in {"recipe": RECIPES, "states": STATES}.items():
             if getattr(self, name) not in values:
                 raise ConfigError(
                     f"{name} {getattr(self, name)!r} is not known",
