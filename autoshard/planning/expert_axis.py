@@ -169,8 +169,9 @@ class StackTables:
         if prices.batch is None:
             gathered = axis.gathered(stack, reader, state, byte)
         else:  # which charges a stored stack as one that stays
-            least = prices.batch.least
-            gathered = least(stack, state, byte, True) - least(stack, state, byte)
+            both = (prices.batch.charges(stack, state, byte, travels) for travels in (True, False))
+            travels, stays = (min(one.values()) for one in both)
+            gathered = travels - stays
         experts, found = cost.hint(value(stack).shape[0]), []
         for one in domain:
             want, added = one.inputs[position], 0.0

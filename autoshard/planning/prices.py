@@ -75,12 +75,13 @@ class MovedValue(NamedTuple):
 
 
 class StoredOnBatchAxis(Protocol):
-    """What dp_shard does with a parameter, by its state on the planned axis and the price of a
-    byte; travels: whether a stack of experts is gathered over ep (search/asked.py)."""
+    """What dp_shard may do with a parameter, with the seconds that is charged, by its state on the
+    planned axis and the price of a byte; travels: whether a stack of experts is gathered over ep
+    (search/asked.py)."""
 
-    def least(self, node: fx.Node, state: State, price: float, travels: bool = False) -> float: ...
-
-    def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str: ...
+    def charges(
+        self, node: fx.Node, state: State, price: float, travels: bool = False
+    ) -> dict[str, float]: ...
 
 
 class AxisPrices:
@@ -134,7 +135,7 @@ class AxisPrices:
             return 0.0
         price = self.stored_byte(node)
         if self.batch is not None:
-            return self.batch.least(node, state, price)
+            return min(self.batch.charges(node, state, price).values())
         trained = TRAINED_BYTES if node.meta.get(DIFF) else 1.0
         share = 1.0 if shard_dim(state) is None else 1.0 / self.n
         return global_bytes(node) * share * trained * price
@@ -144,7 +145,8 @@ class AxisPrices:
         travels: whether it is a stack of experts that is gathered over ep."""
         if self.batch is None:
             return ""
-        return self.batch.choice(node, state, self.stored_byte(node), travels)
+        charged = self.batch.charges(node, state, self.stored_byte(node), travels)
+        return min(charged, key=charged.__getitem__)
 
     def stored_byte(self, node: fx.Node) -> float:
         """Seconds that a byte of a parameter is charged."""

@@ -76,8 +76,8 @@ class BatchAxis:
         self, node: fx.Node, state: State, price: float, travels: bool = False
     ) -> dict[str, float]:
         """Seconds of a run of the graph that each choice for a parameter, in a state on the planned
-        axis, is charged. price: of a byte that a rank holds. travels: whether a stack of experts
-        that may stay on ep is gathered there."""
+        axis, is charged, those first that take least memory. price: of a byte that a rank holds.
+        travels: whether a stack of experts that may stay on ep is gathered there."""
         axes, training, found = self.axes, self.training, {}
         experts = 0 if travels else self.experts.get(node, 0)
         one = axes.weight(node, state, _is_read_in_backward(node), experts)
@@ -92,15 +92,6 @@ class BatchAxis:
             passes = own.updated / self.bandwidth / training.microbatches
             found[choice] = held * price + axes.second * sent + passes
         return found
-
-    def least(self, node: fx.Node, state: State, price: float, travels: bool = False) -> float:
-        """Seconds that the cheapest choice is charged."""
-        return min(self.charges(node, state, price, travels).values())
-
-    def choice(self, node: fx.Node, state: State, price: float, travels: bool = False) -> str:
-        """The cheapest choice; of equals the one that takes least memory."""
-        found = self.charges(node, state, price, travels)
-        return min(found, key=lambda choice: found[choice])
 
     def _possible(self, node: fx.Node, weight: Weight) -> tuple[str, ...]:
         if node in self.given:
