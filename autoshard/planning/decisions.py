@@ -91,17 +91,17 @@ class Decisions:
     """
 
     strategies: dict[fx.Node, Strategy]
-    copies: dict[fx.Node, State]
-    stored: dict[fx.Node, State]
+    copies: dict[fx.Node, State] = field(default_factory=dict)
+    stored: dict[fx.Node, State] = field(default_factory=dict)
     outputs: list[State]
-    offered: dict[fx.Node, list[Strategy]]
-    declined: dict[fx.Node, list[str]]
-    seconds: float
-    variables: int
-    width: int
-    work: int
+    offered: dict[fx.Node, list[Strategy]] = field(default_factory=dict)
+    declined: dict[fx.Node, list[str]] = field(default_factory=dict)
+    seconds: float = 0.0
+    variables: int = 0
+    width: int = 0
+    work: int = 0
     prices: AxisPrices
-    held: list[fx.Node]
+    held: list[fx.Node] = field(default_factory=list)
     gap: float = 0.0
     unbalanced: list[str] = field(default_factory=list)
     recomputation: Recomputation | None = None

@@ -225,8 +225,8 @@ class _Core:
         last.args = (tuple(self.made[node] for node in results),)
         gm = fx.GraphModule(self.serial, self.graph)
         gm.meta[N_OUTPUTS] = len(results)
-        outputs = [self.split.state(node) for node in results]
-        return gm, _decisions(self.strategies, outputs)
+        outputs = [self.split.state(node) for node in results]  # no value changes its state
+        return gm, Decisions(strategies=self.strategies, outputs=outputs, prices=cast(Any, None))
 
     def _placeholder(self, node: fx.Node, state: Any) -> fx.Node:
         new = self.graph.placeholder(node.name)
@@ -303,21 +303,3 @@ def _device(node: fx.Node) -> torch.device:
     val = value(node)
     first: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
     return first.device
-
-
-def _decisions(strategies: dict[fx.Node, Strategy], outputs: list[State]) -> Decisions:
-    """What `Localize` asks of decisions, where no value changes its state."""
-    return Decisions(
-        strategies=strategies,
-        copies={},
-        stored={},
-        outputs=outputs,
-        offered={},
-        declined={},
-        seconds=0.0,
-        variables=0,
-        width=0,
-        work=0,
-        prices=cast(Any, None),
-        held=[],
-    )
