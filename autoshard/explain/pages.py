@@ -194,21 +194,12 @@ def _layer(path: str) -> str:
 def _together(
     changes: dict[str, None], moved: dict[str, list[tuple[Collective, float, float]]]
 ) -> list[Json]:
-    groups: dict[tuple[str, str, str, int], Json] = {}
+    groups: dict[tuple[Any, ...], Json] = {}
     for change in changes:
         for one, time, hidden in moved.get(change, ()):
-            entry = groups.setdefault(
-                (one.op, one.phase, one.axis, one.bytes),
-                {
-                    "op": one.op,
-                    "phase": one.phase,
-                    "axis": one.axis,
-                    "bytes": one.bytes,
-                    "count": 0,
-                    "seconds": 0.0,
-                    "hidden": 0.0,
-                },
-            )
+            own = _fields(one, "op phase axis bytes")
+            empty = {**own, "count": 0, "seconds": 0.0, "hidden": 0.0}
+            entry = groups.setdefault(tuple(own.values()), empty)
             entry["count"] += 1
             entry["seconds"] += time
             entry["hidden"] += hidden
@@ -231,10 +222,7 @@ def page_data(built: Built) -> Json:
         "parameters": [_parameter(group) for group in facts.parameters],
         "collectives": [_collective(one) for one in facts.costs],
         "alternatives": [_alternative(one) for one in facts.alternatives],
-        "memory": {
-            kind: getattr(facts.memory, kind)
-            for kind in ("parameters", "gradients", "optimizer", "activations", "buffers")
-        },
+        "memory": _fields(facts.memory, "parameters gradients optimizer activations buffers"),
         "timeline": _thinned(timeline),
         "forward": sum(1 for moment in facts.moments if moment.phase == "forward"),
         "nodes": len(timeline),
@@ -256,45 +244,29 @@ def _parameter(group: ParameterGroup) -> Json:
     return {
         "name": named(group.names),
         "count": len(group.names),
-        "shape": group.shape,
-        "states": dict(group.states),
         "split": [axis for axis, state in group.states.items() if shard_dim(state) is not None],
-        "choice": group.choice,
         "whole": all(state == I for state in group.states.values()),
-        "because": group.because,
-        "line": group.line,
-        "bytes": group.bytes,
+        **_fields(group, "shape states choice because line bytes"),
     }
 
 
 def _collective(one: Cost) -> Json:
-    return {
-        "op": one.op,
-        "axis": one.axis,
-        "phase": one.phase,
-        "change": one.change,
-        "bytes": one.bytes,
-        "count": one.count,
-        "seconds": one.seconds,
-        "hidden": one.hidden,
-        "modules": named(one.modules),
-        "line": one.line,
-        "code": one.code,
-    }
+    names = "op axis phase change bytes count seconds hidden line code"
+    return {"modules": named(one.modules), **_fields(one, names)}
+
+
+def _fields(one: object, names: str) -> Json:
+    return {name: getattr(one, name) for name in names.split()}
 
 
 def _alternative(one: Alternative) -> Json:
     return {
-        "name": one.name,
         "mesh": " ".join(f"{name}={size}" for name, size in one.mesh.items()),
         "sent": round(one.sent),
-        "compute": one.timing.compute,
-        "exposed": one.timing.exposed,
         "update": one.timing.optimizer,
-        "seconds": one.seconds,
-        "stored": one.stored,
         "activations": one.profile.activations.saved,
-        "batches": one.batches,
+        **_fields(one.timing, "compute exposed"),
+        **_fields(one, "name seconds stored batches"),
     }
 
 
