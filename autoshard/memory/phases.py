@@ -74,7 +74,7 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
             ]
             found[node] = tuple(one for part in parts[node] for one in part)
         elif node.target is operator.getitem and source in parts:
-            found[node] = parts[source][_index(node)]
+            found[node] = parts[source][node.args[1]]  # type: ignore[index]
         else:
             found[node] = found[source]
     return found
@@ -160,12 +160,6 @@ def _shared(node: fx.Node, source: Any) -> bool:
     return compat.same_storage(ours, theirs)
 
 
-def _index(node: fx.Node) -> int:
-    index = node.args[1]
-    assert isinstance(index, int)
-    return index
-
-
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 BUFFERS, ACTIVATIONS, GATHERED = "buffers", "activations", "gathered"
 OUTPUTS, PENDING = "outputs", "pending"
@@ -211,12 +205,13 @@ def phases(
     first, second = graphs.forward, graphs.backward
     forward = _lifetimes(first, {})
     graph = first.graph
-    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
     weights = {name for i, name in enumerate(inputs) if i in positions}
     results = [node.name if node is not None else "" for node in _results(graph)]
     if isinstance(first, InductorGraph):
         results = list(first.names)
-    wanted = set() if second is None else {node.name for node in _placeholders(second.graph)}
+    asked = [] if second is None else second.graph.find_nodes(op="placeholder")
+    wanted = {node.name for node in asked}
     # by the name it has in the backward; the caller keeps inputs, so that they have no storage
     known: dict[str, Storages] = dict.fromkeys(inputs, ())
     known |= {name: held for name, held in zip(results, forward.results) if name not in known}
@@ -229,7 +224,7 @@ def phases(
     tangents = {
         # one that the loss does not depend on is made, of zeros
         node.name: (Storage(tensor_bytes(node.meta["val"]), TEMPORARIES),)
-        for node in _placeholders(second.graph)
+        for node in asked
         if node.name not in known
     }
     given = {name: known[name] for name in wanted & known.keys()}
@@ -251,7 +246,8 @@ def _lifetimes(made: fx.GraphModule | InductorGraph, given: Mapping[str, Storage
     if isinstance(made, InductorGraph):
         return _of_code(made, given)
     graph = made.graph
-    held = storages(graph, {n: given.get(n.name, ()) for n in _placeholders(graph)}, TEMPORARIES)
+    read = {n: given.get(n.name, ()) for n in graph.find_nodes(op="placeholder")}
+    held = storages(graph, read, TEMPORARIES)
     results = [held[node] if node is not None else () for node in _results(graph)]
     inputs = {s for storages_ in given.values() for s in storages_}
     return _Lifetimes(
@@ -302,13 +298,9 @@ def _handed_out(gradients: list[fx.Node | None], held: list[Storages]) -> tuple[
     return list(kept), copied
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
 def _results(graph: fx.Graph) -> list[fx.Node | None]:
-    output = next(iter(reversed(graph.nodes)))
-    return [n if isinstance(n, fx.Node) else None for n in output.args[0]]  # type: ignore[union-attr]
+    found: Any = graph.output_node().args[0]
+    return [n if isinstance(n, fx.Node) else None for n in found]
 
 
 def _mark(found: Iterable[Storage], kind: str) -> None:

@@ -197,7 +197,7 @@ def step_of(
     kind = OPTIMIZERS[optimizer]
     parameters = buffers = 0
     trained, positions = [], set()
-    placeholders = [n for n in built.serial.graph.nodes if n.op == "placeholder"]
+    placeholders = built.serial.graph.find_nodes(op="placeholder")
     for i, node in enumerate(placeholders):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             continue
