@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class OpCall:
         found = self._arguments[name]
         return value(found) if self._is_tensor(found) else None
 
+    def given(self, *names: str) -> list[torch.Tensor]:
+        """The fake values of tensor arguments that are there."""
+        return [value(self._arguments[name]) for name in names]
+
     def tensors(self, name: str) -> list[torch.Tensor]:
         """The fake values of a list of tensors, absent entries left out."""
         leaves = pytree.tree_leaves(self._arguments[name])
@@ -96,6 +100,13 @@ class OpCall:
         if problem is not None:
             self.decline(f"{label} {problem}")
         return problem is None
+
+    def split_dims(self, shape: Sequence[Size], *whole: int) -> Iterator[int]:
+        """The dims of a shape that can be split over the axis, `whole` ones aside; the reason is
+        recorded where one cannot."""
+        for dim, size in enumerate(shape):
+            if dim not in whole and self.fits(size, f"{self.op}: dim {dim}"):
+                yield dim
 
     def strategy(
         self,

@@ -9,7 +9,7 @@ import torch
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.language import TextRule
 from autoshard.planning.sizes import is_one, same
-from autoshard.planning.strategy import Strategy, value
+from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import I, P, R, S
 from autoshard.runtime.operators import Bound, vocab_parallel_embedding
 
@@ -21,9 +21,7 @@ def looked_up(call: OpCall) -> Iterator[Strategy]:
     """embedding: by token, by column, or by vocabulary: each rank looks up its own rows."""
     # scaling by frequency needs to count all the tokens
     yield from (_BY_COLUMN if call["scale_grad_by_freq"] else _BY_TOKEN_OR_COLUMN)(call)
-    weight = call.tensor("weight")
-    assert weight is not None
-    rows = weight.shape[0]
+    rows = call.given("weight")[0].shape[0]
     label = f"{call.op}: vocabulary"
     if call["scale_grad_by_freq"] or call["sparse"]:
         call.decline(f"{label} with scale_grad_by_freq or sparse")
@@ -36,8 +34,7 @@ def looked_up(call: OpCall) -> Iterator[Strategy]:
 
 def gathered(call: OpCall) -> Iterator[Strategy]:
     """gather: the other dims where both sides agree; along its dim, the index may be sharded."""
-    source, index = call.tensor("self"), call.tensor("index")
-    assert source is not None and index is not None
+    source, index = call.given("self", "index")
     for d in range(index.dim()):
         label = f"{call.op}: dim {d}"
         if d == call["dim"] % max(index.dim(), 1):
@@ -51,8 +48,7 @@ def gathered(call: OpCall) -> Iterator[Strategy]:
 
 def scattered(call: OpCall) -> Iterator[Strategy]:
     """scatter, scatter_add: the dims but its own, where all sizes agree."""
-    target, index = call.tensor("self"), call.tensor("index")
-    assert target is not None and index is not None
+    target, index = call.given("self", "index")
     source = call.tensor("src") if "src" in call else None
     for d in range(target.dim()):
         label = f"{call.op}: dim {d}"
@@ -74,8 +70,7 @@ def _agree(call: OpCall, label: str, d: int, *tensors: torch.Tensor) -> bool:
 
 def index_selected(call: OpCall) -> Iterator[Strategy]:
     """index_select: the other dims; along its dim, the index may be sharded."""
-    source, index = call.tensor("self"), call.tensor("index")
-    assert source is not None and index is not None
+    source, index = call.given("self", "index")
     if not source.dim() or not index.dim():
         return
     dim = call["dim"] % source.dim()
@@ -90,14 +85,10 @@ def index_selected(call: OpCall) -> Iterator[Strategy]:
 
 def index_written(call: OpCall) -> Iterator[Strategy]:
     """index_add, index_copy: the dims but its own; partial values into a partial tensor."""
-    target = call.tensor("self")
-    source = call.tensor("source")
-    assert target is not None and source is not None
+    target, source = call.given("self", "source")
     dim = call["dim"] % max(target.dim(), 1)
-    for d in range(target.dim()):
-        if d != dim and target.dim() == source.dim():
-            if call.fits(target.shape[d], f"{call.op}: dim {d}"):
-                yield call.strategy({"self": S(d), "index": I, "source": S(d)}, S(d))
+    for d in call.split_dims(target.shape, dim) if target.dim() == source.dim() else ():
+        yield call.strategy({"self": S(d), "index": I, "source": S(d)}, S(d))
     if differentiable(call.result):
         yield call.strategy({"self": P, "source": P}, P)
 
@@ -105,8 +96,7 @@ def index_written(call: OpCall) -> Iterator[Strategy]:
 def index_added(call: OpCall) -> Iterator[Strategy]:
     """index_add also takes each rank's share of the rows to add."""
     yield from index_written(call)
-    source, index = call.tensor("source"), call.tensor("index")
-    assert source is not None and index is not None
+    source, index = call.given("source", "index")
     if source.dim() and index.dim() and differentiable(call.result):
         dim = call["dim"] % source.dim()
         if call.fits(source.shape[dim], f"{call.op}: rows to add"):
@@ -115,13 +105,11 @@ def index_added(call: OpCall) -> Iterator[Strategy]:
 
 def part_written(call: OpCall) -> Iterator[Strategy]:
     """select_scatter, slice_scatter: the dims but the one of which a part is written."""
-    target, source = call.tensor("self"), call.tensor("src")
-    assert target is not None and source is not None
+    target, source = call.given("self", "src")
     dim = call["dim"] % target.dim()
     dropped = target.dim() - source.dim()
-    for d in range(target.dim()):
-        if d != dim and call.fits(target.shape[d], f"{call.op}: dim {d}"):
-            yield call.strategy({"self": S(d), "src": S(d - dropped * (d > dim))}, S(d))
+    for d in call.split_dims(target.shape, dim):
+        yield call.strategy({"self": S(d), "src": S(d - dropped * (d > dim))}, S(d))
     if differentiable(call.result) and differentiable(source):
         yield call.strategy({"self": P, "src": P}, P)
 
@@ -132,9 +120,7 @@ def _advanced(call: OpCall) -> tuple[dict[int, int], list[int], int] | None:
     Returns ({dim of self: dim of result}, [dims of the block in the result], indexed dims); None
     with masks, whose result has a size known only at run time.
     """
-    indices = list(call["indices"])
-    source = call.tensor("self")
-    assert source is not None
+    indices, (source,) = list(call["indices"]), call.given("self")
     tensors = call.tensors("indices")
     if any(index.dtype in (torch.bool, torch.uint8) for index in tensors):
         call.decline(f"{call.op}: a mask as index")
@@ -155,8 +141,7 @@ def advanced_indexed(call: OpCall) -> Iterator[Strategy]:
     if layout is None:
         return
     places, block, _ = layout
-    source, tensors = call.tensor("self"), call.tensors("indices")
-    assert source is not None
+    (source,), tensors = call.given("self"), call.tensors("indices")
     for d, e in places.items():
         if call.fits(source.shape[d], f"{call.op}: dim {d}"):
             yield call.strategy({"self": S(d), "indices": [I] * len(tensors)}, S(e))
@@ -179,8 +164,7 @@ def advanced_written(call: OpCall) -> Iterator[Strategy]:
     if layout is None:
         return
     places, block, indexed = layout
-    target, values = call.tensor("self"), call.tensor("values")
-    assert target is not None and values is not None
+    target, values = call.given("self", "values")
     rank = target.dim() - indexed + len(block)
     count = len(call.tensors("indices"))
     for d, e in places.items():
@@ -194,10 +178,8 @@ def advanced_written(call: OpCall) -> Iterator[Strategy]:
 
 def metadata_read(call: OpCall) -> Iterator[Strategy]:
     """new_zeros and the like look at dtype and device only: a shard serves as well."""
-    tensor = call.tensor("self")
-    assert tensor is not None and value(call.node) is not None
-    for d in range(tensor.dim()):
-        if call.fits(tensor.shape[d], f"{call.op}: dim {d}"):
-            yield call.strategy({"self": S(d)}, I)
+    (tensor,) = call.given("self")
+    for d in call.split_dims(tensor.shape):
+        yield call.strategy({"self": S(d)}, I)
     if differentiable(tensor):
         yield call.strategy({"self": P}, I)

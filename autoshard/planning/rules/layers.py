@@ -57,9 +57,7 @@ def instance_normalized(call: OpCall) -> Iterable[Strategy]:
 
 def batch_normalized_functional(call: OpCall) -> Iterator[Strategy]:
     """The functional form, which also returns the batch's and the new running statistics."""
-    tensor = call.tensor("input")
-    assert tensor is not None
-    training = call["training"]
+    (tensor,), training = call.given("input"), call["training"]
     if call.fits(tensor.shape[1], f"{call.op}: channels"):
         names = ["weight", "bias", "running_mean", "running_var"]
         saved = S(0) if training else I  # empty tensors in evaluation
@@ -87,8 +85,7 @@ def convolved(*texts: str) -> Any:
             for text in ungrouped:
                 yield from text(call)
             return
-        tensor, weight = call.tensor("input"), call.tensor("weight")
-        assert tensor is not None and weight is not None
+        tensor, weight = call.given("input", "weight")
         batched = tensor.dim() == weight.dim()
         if batched:
             yield from batch(call)
@@ -131,8 +128,8 @@ def masked_attention(call: OpCall) -> Iterator[Strategy]:
     """
     yield from _MASKED(call)
     yield from _shared_heads(call, None)
-    query, key, window = call.tensor("query"), call.tensor("key"), call["window"]
-    assert query is not None and key is not None
+    query, key = call.given("query", "key")
+    window = call["window"]
     if not same(query.shape[2], key.shape[2]):
         return
     if call.fits(query.shape[2], f"{call.op}: query rows"):
@@ -148,8 +145,7 @@ def masked_attention(call: OpCall) -> Iterator[Strategy]:
 
 def _shared_heads(call: OpCall, mask: torch.Tensor | None) -> Iterator[Strategy]:
     """Where more ranks than key heads share those: each attends to the head of its queries."""
-    query, key = call.tensor("query"), call.tensor("key")
-    assert query is not None and key is not None
+    query, key = call.given("query", "key")
     if not call["enable_gqa"] or query.dim() != 4:
         return
     heads, shared = hint(query.shape[1]) or 0, hint(key.shape[1]) or 0
@@ -161,8 +157,7 @@ def _shared_heads(call: OpCall, mask: torch.Tensor | None) -> Iterator[Strategy]
 
 
 def _by_prefix(call: OpCall) -> Iterator[Strategy]:
-    query, key = call.tensor("query"), call.tensor("key")
-    assert query is not None and key is not None
+    query, key = call.given("query", "key")
     rows = query.dim() - 2
     if not same(query.shape[rows], key.shape[rows]) or call.tensor("attn_mask") is not None:
         return
@@ -179,8 +174,7 @@ def _where_alike(one: Strategy, rows: Size, n: int) -> Strategy:
 
 def recurrent(call: OpCall) -> Iterator[Strategy]:
     """lstm, gru, rnn over padded input: the batch, with every weight used as R."""
-    tensor = call.tensor("input")
-    assert tensor is not None
+    (tensor,) = call.given("input")
     if tensor.dim() != 3:
         call.decline(f"{call.op}: no batch dim to shard")
         return

@@ -86,12 +86,10 @@ def float8_linear(call: OpCall) -> Iterator[Strategy]:
     Its backward rounds the gradient that arrives, so a gradient in parts is no gradient of it: no
     operand is P, and the result is not R (`registry` offers R of every other operator).
     """
-    x, weight = call.tensor("x"), call.tensor("weight")
-    assert x is not None and weight is not None
+    x, weight = call.given("x", "weight")
     last = x.dim() - 1
-    for d in range(last):
-        if call.fits(x.shape[d], f"{call.op}: dim {d}"):
-            yield _split(call, "m", {"x": S(d)}, S(d))
+    for d in call.split_dims(x.shape, last):
+        yield _split(call, "m", {"x": S(d)}, S(d))
     if _fits(call, weight.shape[0], "rows of the weight"):
         yield _split(call, "n", {"weight": S(0)}, S(last))
     if _fits(call, weight.shape[1], "columns of the weight"):
@@ -112,8 +110,7 @@ def _split(call: OpCall, split: str, states: dict[str, str], output: str) -> Str
 
 
 def _maxima(call: OpCall, split: str) -> Iterator[ImplCollective]:
-    x, weight = call.tensor("x"), call.tensor("weight")
-    assert x is not None and weight is not None
+    x, weight = call.given("x", "weight")
     n, k = weight.shape
     m = count(x.shape) // k
     if call["recipe"] == ROWWISE:
@@ -140,15 +137,13 @@ def mixture(call: OpCall) -> Iterator[Strategy]:
 
 
 def _tokens(call: OpCall) -> Iterator[Strategy]:
-    x = call.tensor("x")
-    assert x is not None
+    (x,) = call.given("x")
     if call.fits(x.shape[0], f"{call.op}: tokens"):
         yield call.strategy(dict.fromkeys(("x", "ids", "weights"), S(0)), S(0))
 
 
 def _exchanged_rows(call: OpCall) -> Iterator[Strategy]:
-    x, ids, weights = (call.tensor(name) for name in ("x", "ids", "weights"))
-    assert x is not None and ids is not None and weights is not None
+    x, ids, weights = call.given("x", "ids", "weights")
     stacks = call.tensors("stacks")
     experts = stacks[0].shape[0]
     fits = [

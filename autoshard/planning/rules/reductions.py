@@ -16,8 +16,7 @@ from autoshard.runtime.operators import Bound, share_of_equal_mean, share_of_mea
 
 
 def _reduced(call: OpCall) -> tuple[list[int], list[int]]:
-    tensor = call.tensor("self")
-    assert tensor is not None
+    (tensor,) = call.given("self")
     every = list(range(tensor.dim()))
     return (call.dims("dim", tensor.dim()) if "dim" in call else every), list(tensor.shape)
 
@@ -81,8 +80,7 @@ def classified(
     """
 
     def rule(call: OpCall) -> Iterator[Strategy]:
-        scores, target = call.tensor("self"), call.tensor("target")
-        assert scores is not None and target is not None
+        scores, target = call.given("self", "target")
         if differentiable(target):
             call.decline(f"{call.op}: targets are class probabilities")
             return
@@ -99,9 +97,7 @@ def classified(
             sizes = (tokens, sums * tokens)
             traffic = [ImplCollective("all_reduce", nbytes) for nbytes in sizes]
             yield call.strategy(states, output, impl, traffic if output == I else [])
-        for d in range(scores.dim()):
-            if d == classes or not call.fits(scores.shape[d], f"{call.op}: dim {d}"):
-                continue
+        for d in call.split_dims(scores.shape, classes):
             t = d - (d > classes)
             states = {"self": S(d), "target": S(t), "weight": I}
             if call["reduction"] == NONE:
@@ -122,8 +118,7 @@ def elementwise_loss(call: OpCall) -> Iterator[Strategy]:
 
     The mean is taken over equal shares only.
     """
-    given, target = call.tensor("self"), call.tensor("target")
-    assert given is not None and target is not None
+    given, target = call.given("self", "target")
     if not same_shape(given, target):
         call.decline(f"{call.op}: broadcast operands")
         return

@@ -41,8 +41,7 @@ def along(dim_map: DimMap, *, linear: bool = True) -> Rule:
 
     def rule(call: OpCall) -> Iterator[Strategy]:
         operand = call.schema.arguments[0].name  # overloads differ: upsample's are self and input
-        tensor = call.tensor(operand)
-        assert tensor is not None
+        (tensor,) = call.given(operand)
         for pair in dim_map(call):
             label = f"{call.op}: dim {pair.source}"
             if call.fits(tensor.shape[pair.source], label, even=pair.even):
@@ -202,8 +201,7 @@ def diagonalised(call: OpCall) -> Iterator[Pair]:
 
 def expanded(call: OpCall) -> Iterator[Strategy]:
     """expand: kept dims pass; a dim that is new or grows may be made at its local size."""
-    tensor, result = call.tensor("self"), call.result
-    assert tensor is not None
+    (tensor,), result = call.given("self"), call.result
     shift = result.dim() - tensor.dim()
     for e, size in enumerate(result.shape):
         d = e - shift
@@ -266,7 +264,7 @@ def concatenated(call: OpCall) -> Iterator[Strategy]:
     (dim,) = call.dims("dim", result.dim())
     ranks = {tensor.dim() for tensor in tensors}
     if ranks == {result.dim()}:  # a legacy empty tensor has another rank
-        yield from _joined(call, [d for d in range(result.dim()) if d != dim], lambda d: d)
+        yield from _joined(call, lambda d: d, dim)
     if all(differentiable(tensor) for tensor in tensors):
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
 
@@ -275,16 +273,15 @@ def stacked(call: OpCall) -> Iterator[Strategy]:
     """stack: every dim, moved by the new one; partial if all are."""
     tensors, result = call.tensors("tensors"), call.result
     (dim,) = call.dims("dim", result.dim())
-    yield from _joined(call, range(result.dim() - 1), lambda d: d + (d >= dim))
+    yield from _joined(call, lambda d: d + (d >= dim))
     if all(differentiable(tensor) for tensor in tensors):
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
 
 
-def _joined(call: OpCall, dims: Iterable[int], result: Callable[[int], int]) -> Iterator[Strategy]:
+def _joined(call: OpCall, result: Callable[[int], int], *whole: int) -> Iterator[Strategy]:
     tensors = call.tensors("tensors")
-    for d in dims:
-        if call.fits(tensors[0].shape[d], f"{call.op}: dim {d}"):
-            yield call.strategy({"tensors": [S(d)] * len(tensors)}, S(result(d)))
+    for d in call.split_dims(tensors[0].shape, *whole):
+        yield call.strategy({"tensors": [S(d)] * len(tensors)}, S(result(d)))
 
 
 _SIZES = {
@@ -322,8 +319,7 @@ MOST_PIECES = 64  # blocks a rank cuts its shard into, at most
 
 def split(call: OpCall) -> Iterator[Strategy]:
     """split and chunk along the sharded dim, where every part divides."""
-    tensor = call.tensor("self")
-    assert tensor is not None
+    (tensor,) = call.given("self")
     (dim,) = call.dims("dim", tensor.dim())
     sizes = [part.shape[dim] for part in call.result]
     traffic = _traffic(call, tensor, dim, sizes)
@@ -334,8 +330,7 @@ def split(call: OpCall) -> Iterator[Strategy]:
 
 def gated(call: OpCall) -> Iterator[Strategy]:
     """glu along the sharded dim."""
-    tensor = call.tensor("self")
-    assert tensor is not None
+    (tensor,) = call.given("self")
     (dim,) = call.dims("dim", tensor.dim())
     sizes = [call.result.shape[dim]] * 2
     traffic = _traffic(call, tensor, dim, sizes)
