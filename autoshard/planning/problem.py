@@ -35,7 +35,7 @@ from autoshard.planning.mixtures import inner_bytes
 from autoshard.planning.operators import cached, is_handed_on
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.planning.values import (
     as_key,
     differentiable,
@@ -260,18 +260,16 @@ class Builder:
             return self._units[key]
         flops = float(cost.node_flops(node))
         diff = differentiable(node)
-        results = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
         dtype, sheet = cost.dtype_made(node), self.prices.machine.sheet
-        sizes_out = [tensor_bytes(r) if written else 0 for r in results]
+        sizes_out = [tensor_bytes(r) if written else 0 for r in results(node)]
         sizes_in = [global_bytes(t) if read else 0 for t, read in zip(tensors, reads)]
         if is_lookup(node):
             sizes_in = [min(size, sum(sizes_out)) for size in sizes_in]
         costs = []
         for strategy in domain:
-            outs = strategy.output if isinstance(strategy.output, tuple) else (strategy.output,)
-            states = (*strategy.inputs, *outs)
+            states = (*strategy.inputs, *strategy.outputs)
             sharded = any(s[0] == "S" for s in states)
-            kept = sum(b / self._split(s) for b, s in zip(sizes_out, outs))
+            kept = sum(b / self._split(s) for b, s in zip(sizes_out, strategy.outputs))
             inner = inner_bytes(node, strategy, self.n)
             kept += inner
             # what is inside is written and read
@@ -332,8 +330,8 @@ class Builder:
             found.append((stack, added))
 
     def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
-        (results,) = next(iter(reversed(self.gm.graph.nodes))).args
-        for i, (result, domain) in enumerate(zip(results, self.output_domains)):
+        (returned,) = self.gm.graph.output_node().args
+        for i, (result, domain) in enumerate(zip(returned, self.output_domains)):  # type: ignore[arg-type]
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
                 if self.outputs_read and not self.is_for_a_later_call(result):
@@ -352,8 +350,8 @@ class Builder:
 
     def _cached(self) -> set[fx.Node]:
         """The keys and values that a model which generates keeps between calls."""
-        (results,) = next(iter(reversed(self.gm.graph.nodes))).args
-        outputs = [one for one in results[: self.gm.meta[N_OUTPUTS]] if isinstance(one, fx.Node)]
+        (returned,) = next(iter(reversed(self.gm.graph.nodes))).args
+        outputs = [one for one in returned[: self.gm.meta[N_OUTPUTS]] if isinstance(one, fx.Node)]
         found = {cached(one) for one in outputs if self.keeps_states}
         return {one for one in found if one is not None and one.op != "placeholder"}
 

@@ -56,10 +56,27 @@ class Strategy(NamedTuple):
     waits: int = 0
     on_ep: str = ""
 
+    @property
+    def outputs(self) -> tuple[State, ...]:
+        """The states of the results, of which there may be one."""
+        return (self.output,) if isinstance(self.output, str) else self.output
+
 
 def value(node: fx.Node) -> Any:
     """The fake value (a tensor, a tuple of tensors, a SymInt) the node produces."""
     return node.meta.get("val")
+
+
+def results(node: fx.Node) -> list[Any]:
+    """The fake values the node produces, of which there may be one."""
+    made = value(node)
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def in_state(node: fx.Node, state: State) -> State | tuple[State, ...]:
+    """The output of a strategy with which every result of the node is in one state."""
+    made = value(node)
+    return (state,) * len(made) if isinstance(made, (tuple, list)) else state
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

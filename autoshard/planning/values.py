@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
 from autoshard.planning.sizes import why_not
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.runtime.collectives import I, S, State, shard_dim
 from autoshard.runtime.graph_meta import DIFF
 
@@ -53,11 +53,8 @@ def stored_domain(node: fx.Node, n: int, even: bool = False) -> list[State]:
 
 def splits_evenly(node: fx.Node, strategy: Strategy, n: int) -> bool:
     """Whether a strategy gives each of n ranks as many rows, of operands and of results."""
-    result = value(node)
-    several = isinstance(result, (tuple, list))
-    made = zip(result, strategy.output) if several else [(result, strategy.output)]
-    pairs = [*zip(map(value, operands(node)), strategy.inputs), *made]
-    for tensor, state in pairs:
+    read = zip(map(value, operands(node)), strategy.inputs)
+    for tensor, state in (*read, *zip(results(node), strategy.outputs)):
         dim = shard_dim(state) if isinstance(tensor, torch.Tensor) else None
         if dim is not None and cost.hint(tensor.shape[dim]) % n:
             return False

@@ -46,8 +46,8 @@ from autoshard.planning.operators import (
     LOSSES,
     packet,
 )
-from autoshard.planning.strategy import operands, value
-from autoshard.planning.values import differentiable, fusible, global_bytes, producer
+from autoshard.planning.strategy import operands, results, value
+from autoshard.planning.values import differentiable, fusible, producer
 from autoshard.runtime.collectives import I, State, forward_value, shard_dim
 from autoshard.runtime.graph_meta import BUFFER
 
@@ -136,8 +136,7 @@ class Saving:
         if node in self.chunked.inside or node in self.chunked.gradients:
             return []
         used = list(zip(tensors, strategy.inputs, strict=True))
-        output = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
-        result = [(node, output)]
+        result = [(node, strategy.outputs[0])]
         if operator in _NOTHING:
             return []
         if operator in ATTENTION:
@@ -245,10 +244,7 @@ class Saving:
         """Bytes of a value in a state, on this rank; none of logits that are never whole."""
         if node in self.chunked.inside:
             return 0
-        made = value(node)
-        if isinstance(made, (tuple, list)):
-            return sum(tensor_bytes(each) for each in made) // self._split(state)
-        return global_bytes(node) // self._split(state)
+        return sum(map(tensor_bytes, results(node))) // self._split(state)
 
     def _split(self, state: State) -> int:
         return 1 if shard_dim(state) is None else self.n

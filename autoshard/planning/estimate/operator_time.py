@@ -21,7 +21,7 @@ from autoshard.planning.operators import (
     PRODUCTS,
     packet,
 )
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.planning.values import differentiable, is_lookup, producer
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.operators import FLOAT8_LINEAR
@@ -59,11 +59,10 @@ class OperatorTimes:
             return self._by_chunks(node)
         if node in self.chunked.inside and node is not self.chunked.inside[node].chain[-1]:
             return 0.0  # a part of the loss
-        states = [strategy.output] if isinstance(strategy.output, str) else list(strategy.output)
-        sharded = any(shard_dim(state) is not None for state in (*strategy.inputs, *states))
-        made = value(node)
-        results = made if isinstance(made, (tuple, list)) else [made]
-        written = sum(tensor_bytes(one) / self._split(state) for one, state in zip(results, states))
+        states = (*strategy.inputs, *strategy.outputs)
+        sharded = any(shard_dim(state) is not None for state in states)
+        made = zip(results(node), strategy.outputs)
+        written = sum(tensor_bytes(one) / self._split(state) for one, state in made)
         moved = written if self.kernels.writes(node) else 0.0
         most = self.imbalance if is_mixture(node) else 1.0
         moved += 2 * most * inner_bytes(node, strategy, self.n)

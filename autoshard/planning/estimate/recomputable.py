@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.weights import Training
 from autoshard.planning.operators import ATTENTION, LOSSES, arguments, packet
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.planning.values import differentiable
 from autoshard.runtime.collectives import P, State, forward_value
 
@@ -225,9 +225,7 @@ def takes_no_time(seconds: float, nbytes: int) -> bool:
 
 
 def makes_tensors(node: fx.Node) -> bool:
-    made = value(node)
-    several: Sequence[object] = made if isinstance(made, (tuple, list)) else [made]
-    return any(isinstance(one, torch.Tensor) for one in several)
+    return any(isinstance(one, torch.Tensor) for one in results(node))
 
 
 def is_made_once(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.planning.sizes import Size, why_not
-from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.planning.strategy import ImplCollective, Strategy, operands, results, value
 from autoshard.runtime.collectives import I, R, State
 
 
@@ -65,7 +65,7 @@ class OpCall:
     @property
     def results(self) -> list[Any]:
         """The fake results as a list, one entry where the node produces one tensor."""
-        return list(self.result) if isinstance(self.result, (tuple, list)) else [self.result]
+        return results(self.node)
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The fake value of a tensor argument; None where it is absent or a number."""

@@ -154,11 +154,9 @@ def _operator(node: fx.Node, have: Mapping[fx.Node, State], n: int, known: Strat
             state == want or (state == I and want == R)
             for state, want in zip((have[each] for each in operands(node)), strategy.inputs)
         )
-        outputs = [strategy.output] if isinstance(strategy.output, str) else strategy.output
-        sized = any(
-            (dim := shard_dim(state)) is not None and size_entry(node, dim) for state in outputs
-        )
-        if fits and strategy.impl is None and not sized and (whole or R not in outputs):
+        dims = [shard_dim(state) for state in strategy.outputs]
+        sized = any(dim is not None and size_entry(node, dim) for dim in dims)
+        if fits and strategy.impl is None and not sized and (whole or R not in strategy.outputs):
             return strategy
     states = ", ".join(have.values())
     raise _NotOnShards(f"no rule says that {node.target} of its body takes {states}")

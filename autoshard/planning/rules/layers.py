@@ -201,8 +201,7 @@ def counted(op: str, text: str) -> Callable[[OpCall], Iterator[Strategy]]:
     def strategies(call: OpCall) -> Iterator[Strategy]:
         whole = call.results[0]
         for strategy in rule(call):
-            output = strategy.output
-            dim = shard_dim(output if isinstance(output, str) else output[0])
+            dim = shard_dim(strategy.outputs[0])
             if dim is None:
                 yield strategy  # partial: all ranks hold, and drop, all elements
                 continue

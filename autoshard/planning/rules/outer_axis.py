@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.sizes import count, is_one, same_shape, why_not
-from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
+from autoshard.planning.strategy import ImplCollective, Strategy, in_state, operands, results, value
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
 from autoshard.runtime.collectives import shard_dim as dim_of
 from autoshard.runtime.masked_attention import masked_both_ends, masked_prefix
@@ -54,15 +54,10 @@ def beside(node: fx.Node, n: int) -> list[Strategy]:
     if node.target in (shared_seed, tracked_seeds):
         return [Strategy((), I, node.target)]  # type: ignore[arg-type]
     given = len(operands(node))
-    found = [_priced(node, Strategy((I,) * given, _each(node, I), _whole(node)), n)]
+    found = [_priced(node, Strategy((I,) * given, in_state(node, I), _whole(node)), n)]
     if rule := _RULES.get(node.target):
         found += [_priced(node, one, n) for one in rule(node, n)]
     return list(dict.fromkeys(found))
-
-
-def _each(node: fx.Node, state: State) -> State | tuple[State, ...]:
-    made = value(node)
-    return (state,) * len(made) if isinstance(made, (tuple, list)) else state
 
 
 def _whole(node: fx.Node) -> Bound | None:
@@ -150,14 +145,13 @@ def _random(node: fx.Node, n: int) -> Iterator[Strategy]:
     if node.kwargs["op"] not in _DRAWN_ALONE:
         return
     *tensors, _ = operands(node)
-    made = value(node)
-    results = made if isinstance(made, (tuple, list)) else [made]
-    if not all(same_shape(one, results[0]) for one in (*results, *map(value, tensors))):
+    made = results(node)
+    if not all(same_shape(one, made[0]) for one in (*made, *map(value, tensors))):
         return
-    for dim, size in enumerate(results[0].shape):
+    for dim, size in enumerate(made[0].shape):
         if isinstance(size, int) and why_not(size, n, even=True) is None:
             impl = Bound.of(on_shard, **_constants(node), inner_dim=dim)
-            yield Strategy((*[S(dim)] * len(tensors), I), _each(node, S(dim)), impl)
+            yield Strategy((*[S(dim)] * len(tensors), I), in_state(node, S(dim)), impl)
 
 
 def _constants(node: fx.Node) -> dict[str, Any]:
@@ -169,7 +163,7 @@ def _split_parts(node: fx.Node, n: int) -> Iterator[Strategy]:
     (x,) = map(value, operands(node))
     for dim, size in enumerate(x.shape):
         if dim != node.kwargs["sharded_dim"] and why_not(size, n) is None:
-            yield Strategy((S(dim),), _each(node, S(dim)))
+            yield Strategy((S(dim),), in_state(node, S(dim)))
 
 
 def _share_of_mean(node: fx.Node, n: int) -> Iterator[Strategy]:
@@ -215,8 +209,7 @@ def _priced(node: fx.Node, strategy: Strategy, n: int) -> Strategy:
     axis = axis_of(node)
     assert axis is not None
     sent = _sent(node, axis)
-    first = strategy.output if isinstance(strategy.output, str) else strategy.output[0]
-    parts = 1 if dim_of(first) is None else n
+    parts = 1 if dim_of(strategy.outputs[0]) is None else n
     own = tuple(one._replace(nbytes=one.nbytes // parts) for one in sent)
     return strategy._replace(traffic=(*strategy.traffic, *own))
 

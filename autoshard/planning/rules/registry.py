@@ -11,7 +11,7 @@ from autoshard.planning.rules.language import TextRule, elementwise
 from autoshard.planning.rules.layers import SEEDS
 from autoshard.planning.rules.outer_axis import beside
 from autoshard.planning.rules.table import RULES
-from autoshard.planning.strategy import Strategy, operands, value
+from autoshard.planning.strategy import Strategy, in_state, operands, results, value
 from autoshard.runtime.collectives import I, R
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
@@ -74,7 +74,7 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
     operator whose random draws are alike on all ranks.
     """
     count = len(operands(node))
-    replicated = Strategy((I,) * count, _same_for_all(node, I))
+    replicated = Strategy((I,) * count, in_state(node, I))
     target = node.target
     if n == 1:
         sent = [one.traffic for one in beside(node, n)[:1]]  # over another axis
@@ -116,15 +116,8 @@ def draws_random_numbers(call: OpCall) -> bool:
     return 0 not in [call.get(name) for name in ("p", "dropout_p", "dropout")]
 
 
-def _same_for_all(node: fx.Node, state: str) -> str | tuple[str, ...]:
-    result = value(node)
-    return (state,) * len(result) if isinstance(result, (tuple, list)) else state
-
-
 def _any_differentiable(node: fx.Node) -> bool:
-    result = value(node)
-    results = result if isinstance(result, (tuple, list)) else [result]
-    return any(map(differentiable, results)) and any(
+    return any(map(differentiable, results(node))) and any(
         differentiable(value(operand)) for operand in operands(node)
     )
 
