@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,59 @@ class Factor:
     table: Table
 
 
+class _Joins:
+    """Which variables are in a table together, as one after the other is eliminated. weight: of
+    each, the entries of the table that its elimination makes, as a logarithm."""
+
+    def __init__(
+        self, sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], without: tuple[int, ...]
+    ) -> None:
+        self.bits = [round(math.log2(size) * LOG_UNIT) for size in sizes]
+        self.weight = list(self.bits)
+        self.near: list[set[int]] = [set() for _ in sizes]
+        dropped = set(without)
+        self.active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
+        for scope in scopes:
+            self.join([v for v in scope if v not in dropped])
+
+    def join(self, group: Sequence[int]) -> list[tuple[int, int]]:
+        """Put variables into one table; the pairs that were in none."""
+        pairs = [(a, b) for a, b in itertools.combinations(group, 2) if b not in self.near[a]]
+        for a, b in pairs:
+            self.near[a].add(b)
+            self.near[b].add(a)
+            self.weight[a] += self.bits[b]
+            self.weight[b] += self.bits[a]
+        return pairs
+
+    def order(
+        self,
+        key: Callable[[int], Any],
+        changed: Callable[[list[int], list[tuple[int, int]]], Iterable[int]],
+    ) -> tuple[list[int], list[tuple[int, ...]]]:
+        """The variables by rising key, the lower index of equals, and those of each table that is
+        made. changed: which keys are others, of the neighbours of what is eliminated and the pairs
+        that this joins."""
+        latest = {variable: key(variable) for variable in self.active}
+        heap = [(known, variable) for variable, known in latest.items()]
+        heapq.heapify(heap)
+        tables: list[tuple[int, ...]] = []
+        while heap:
+            known, variable = heapq.heappop(heap)
+            if latest.get(variable) != known:
+                continue
+            del latest[variable]
+            group = sorted(self.near[variable])
+            tables.append((variable, *group))
+            for other in group:
+                self.near[other].discard(variable)
+                self.weight[other] -= self.bits[variable]
+            for one in changed(group, self.join(group)):
+                latest[one] = key(one)
+                heapq.heappush(heap, (latest[one], one))
+        return [variable for variable, *_ in tables], tables
+
+
 def elimination_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], without: tuple[int, ...] = ()
 ) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -48,41 +101,8 @@ def elimination_order(
     those in `without` take no part. The weights are kept up to date edge by edge, so that a
     variable with thousands of neighbours costs no more than another.
     """
-    bits = [round(math.log2(size) * LOG_UNIT) for size in sizes]
-    dropped = set(without)
-    neighbours: list[dict[int, None]] = [{} for _ in sizes]
-    active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
-    weight = list(bits)
-
-    def join(group: Sequence[int]) -> None:
-        for a, b in itertools.combinations(group, 2):
-            if b not in neighbours[a]:
-                neighbours[a][b] = neighbours[b][a] = None
-                weight[a] += bits[b]
-                weight[b] += bits[a]
-
-    for scope in scopes:
-        join([v for v in scope if v not in dropped])
-    heap = [(weight[v], v) for v in active]
-    heapq.heapify(heap)
-    order: list[int] = []
-    tables: list[tuple[int, ...]] = []
-    done = [False] * len(sizes)
-    while heap:
-        known, variable = heapq.heappop(heap)
-        if done[variable] or known != weight[variable]:
-            continue
-        done[variable] = True
-        group = list(neighbours[variable])
-        order.append(variable)
-        tables.append((variable, *group))
-        for other in group:
-            del neighbours[other][variable]
-            weight[other] -= bits[variable]
-        join(group)
-        for other in group:
-            heapq.heappush(heap, (weight[other], other))
-    return order, tables
+    joins = _Joins(sizes, scopes, without)
+    return joins.order(joins.weight.__getitem__, lambda group, _: group)
 
 
 class Repeated:
@@ -111,59 +131,64 @@ class Repeated:
         return self._known[key][1]
 
 
-class Elimination:
-    """A pass of bucket elimination; `assignment` walks the buckets backwards.
+class Buckets:
+    """A pass over variables in an order: of each, the factors of which it is the first. cost: the
+    least of all; work: the entries computed; width: the most variables of a table."""
 
-    repeated: what is known from buckets before.
-    """
+    def __init__(self, factors: Iterable[Factor], order: Sequence[int]) -> None:
+        self.width = self.work = 0
+        self.cost = 0.0
+        self._position = {variable: i for i, variable in enumerate(order)}
+        self._waiting: list[list[Factor]] = [[] for _ in order]
+        for factor in factors:
+            self.place(factor)
+
+    def place(self, factor: Factor) -> None:
+        """Put a factor, or what is left of a bucket, where its first variable is."""
+        if factor.scope:
+            self._waiting[min(self._position[v] for v in factor.scope)].append(factor)
+        else:
+            self.cost += float(factor.table)
+
+    def filled(self) -> list[tuple[int, list[Factor]]]:
+        """The buckets in order; those to come fill while this one is emptied."""
+        return list(zip(self._position, self._waiting))
+
+    def assignment(self) -> dict[int, int]:
+        """A value for every variable, last eliminated first: of least cost to its bucket."""
+        chosen: dict[int, int] = {}
+        for variable, bucket in reversed(self.filled()):
+            if bucket:
+                cost = sum(
+                    f.table[
+                        tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)
+                    ]
+                    for f in bucket
+                )
+                chosen[variable] = int(np.argmin(cost))
+        return chosen
+
+
+class Elimination(Buckets):
+    """A pass of bucket elimination. repeated: what is known from buckets before."""
 
     def __init__(
         self, factors: list[Factor], order: list[int], repeated: Repeated | None = None
     ) -> None:
+        super().__init__(factors, order)
         repeated = repeated or Repeated()
-        self.width = self.work = 0
-        self.cost = 0.0
         self.conflict: tuple[int, ...] = ()
-        self._buckets: list[tuple[int, list[Factor]]] = []
-        position = {variable: i for i, variable in enumerate(order)}
-        waiting: list[list[Factor]] = [[] for _ in order]
-
-        def place(factor: Factor) -> None:
-            if factor.scope:
-                waiting[min(position[v] for v in factor.scope)].append(factor)
-            else:
-                self.cost += float(factor.table)
-
-        for factor in factors:
-            place(factor)
-        for variable, bucket in zip(order, waiting, strict=True):
+        for variable, bucket in self.filled():
             if not bucket:
                 continue
             message, entries = _minimise(variable, bucket, repeated)
-            self._buckets.append((variable, bucket))
             self.width = max(self.width, len(message.scope) + 1)
             self.work += entries
             if not self.conflict and np.isinf(message.table).all():
                 self.conflict = (variable, *message.scope)
                 self.cost = math.inf
                 return
-            place(message)
-
-    def assignment(self) -> dict[int, int]:
-        """The best value of every variable."""
-        return read_back(self._buckets)
-
-
-def read_back(buckets: Sequence[tuple[int, list[Factor]]]) -> dict[int, int]:
-    """A value for every variable, last eliminated first: of least cost to its bucket."""
-    chosen: dict[int, int] = {}
-    for variable, bucket in reversed(buckets):
-        cost = sum(
-            f.table[tuple(slice(None) if v == variable else chosen.get(v, 0) for v in f.scope)]
-            for f in bucket
-        )
-        chosen[variable] = int(np.argmin(cost))
-    return chosen
+            self.place(message)
 
 
 def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[Factor, int]:
@@ -232,48 +257,17 @@ def fill_order(
     """As `elimination_order`; next is the variable whose elimination joins pairs of the smallest
     sum of domains (as logarithms), of equals the one of the smallest table, then the lower index.
     """
-    bits = [round(math.log2(size) * LOG_UNIT) for size in sizes]
-    dropped = set(without)
-    active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
-    neighbours: list[dict[int, None]] = [{} for _ in sizes]
-    for scope in scopes:
-        for a, b in itertools.permutations([v for v in scope if v not in dropped], 2):
-            neighbours[a][b] = None
-    linked = [set(near) for near in neighbours]
+    joins = _Joins(sizes, scopes, without)
+    near, bits = joins.near, joins.bits
 
-    def key(variable: int) -> tuple[int, int, int]:
-        near = linked[variable]
+    def key(variable: int) -> tuple[int, int]:
+        own = near[variable]
         # of a neighbour, those that it is not joined to yet: few are looked at, even of a hub's
-        fill = sum(bits[a] * (len(near) - 1 - len(near & linked[a])) for a in near)
-        return fill, bits[variable] + sum(bits[other] for other in near), variable
+        fill = sum(bits[a] * (len(own) - 1 - len(own & near[a])) for a in own)
+        return fill, joins.weight[variable]
 
-    latest = {variable: key(variable) for variable in active}
-    heap = list(latest.values())
-    heapq.heapify(heap)
-    order: list[int] = []
-    tables: list[tuple[int, ...]] = []
-    while heap:
-        known = heapq.heappop(heap)
-        variable = known[2]
-        if latest.get(variable) != known:
-            continue
-        del latest[variable]
-        group = list(neighbours[variable])
-        order.append(variable)
-        tables.append((variable, *group))
-        for other in group:
-            del neighbours[other][variable]
-            linked[other].discard(variable)
-        joins = [(a, b) for a, b in itertools.combinations(group, 2) if b not in neighbours[a]]
-        for a, b in joins:
-            neighbours[a][b] = neighbours[b][a] = None
-            linked[a].add(b)
-            linked[b].add(a)
-        # what has a new neighbour, or a new join of two of its neighbours, has another key
-        changed = dict.fromkeys(group)
-        for a, b in joins:
-            changed.update(dict.fromkeys(linked[a] & linked[b]))
-        for one in changed:
-            latest[one] = key(one)
-            heapq.heappush(heap, latest[one])
-    return order, tables
+    def changed(group: list[int], pairs: list[tuple[int, int]]) -> Iterable[int]:
+        """What has a new neighbour, or a new join of two of its neighbours."""
+        return set(group).union(*(near[a] & near[b] for a, b in pairs))
+
+    return joins.order(key, changed)

@@ -186,7 +186,7 @@ class FactorGraph:
         for limit in _PARTS:
             run = MiniBuckets(factors, order, sizes, limit)
             found = [run.assignment()]
-            bound, width, work = max(bound, run.bound), max(width, run.width), work + run.work
+            bound, width, work = max(bound, run.cost), max(width, run.width), work + run.work
             last = limit == _PARTS[-1] or 4 * run.work > _MOST_IN_PARTS
             if last and best:
                 better, more = refined(factors, sizes, best)

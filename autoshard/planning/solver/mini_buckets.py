@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.planning.solver.elimination import (
+    Buckets,
     Elimination,
     Factor,
     Repeated,
@@ -26,44 +27,24 @@ from autoshard.planning.solver.elimination import (
     aligned,
     condition,
     elimination_order,
-    read_back,
 )
 
 _EASY = 2**12
 _SWEEPS = 3
 
 
-class MiniBuckets:
-    """A pass of bucket elimination in which no table has more than `limit` entries.
-
-    sizes: of the domains. bound: no assignment costs less. work: the entries computed.
-    """
+class MiniBuckets(Buckets):
+    """A pass of bucket elimination in which no table has more than `limit` entries. sizes: of the
+    domains. No assignment costs less than `cost`, and that of `assignment` is a good one."""
 
     def __init__(
         self, factors: Sequence[Factor], order: Sequence[int], sizes: Sequence[int], limit: int
     ) -> None:
-        self.bound, self.work, self.width = 0.0, 0, 0
+        super().__init__(factors, order)
         self._sizes, self._limit = sizes, limit
-        self._position = {variable: i for i, variable in enumerate(order)}
-        self._waiting: list[list[Factor]] = [[] for _ in order]
-        for factor in factors:
-            self._place(factor)
-        self._buckets: list[tuple[int, list[Factor]]] = []
-        for variable, bucket in zip(order, self._waiting, strict=True):
-            if bucket:
-                self._buckets.append((variable, bucket))
-                for part in self._agreed(variable, bucket):
-                    self._place(Factor(part.scope[1:], part.table.min(axis=0)))
-
-    def assignment(self) -> dict[int, int]:
-        """A good value for every variable."""
-        return read_back(self._buckets)
-
-    def _place(self, factor: Factor) -> None:
-        if factor.scope:
-            self._waiting[min(self._position[v] for v in factor.scope)].append(factor)
-        else:
-            self.bound += float(factor.table)
+        for variable, bucket in self.filled():
+            for part in self._agreed(variable, bucket) if bucket else ():
+                self.place(Factor(part.scope[1:], part.table.min(axis=0)))
 
     def _agreed(self, variable: int, bucket: list[Factor]) -> list[Factor]:
         """The sums of the bucket's parts, the variable first, with equal minima over what all of
