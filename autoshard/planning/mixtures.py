@@ -107,15 +107,15 @@ def way_of(strategy: Strategy) -> str:
     return WAYS[1] if strategy.output == P else ""
 
 
+def stacks_by(strategies: Mapping[fx.Node, Strategy], way: str) -> list[fx.Node]:
+    """The stacks of the mixtures for which this travels over ep."""
+    mixtures = [node for node, one in strategies.items() if one.on_ep == way]
+    return [stack for node in mixtures for stack in node.args[3]]  # type: ignore[union-attr, misc]
+
+
 def gathered_stacks(gm: fx.GraphModule, strategies: Mapping[fx.Node, Strategy]) -> frozenset[int]:
     """The positions of the placeholders of stacks that travel over ep by these strategies."""
-    stacks = {
-        stack
-        for node in filter(is_mixture, gm.graph.nodes)
-        if strategies[node].on_ep == WEIGHTS
-        for stack in node.args[3]
-    }
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    stacks, placeholders = stacks_by(strategies, WEIGHTS), gm.graph.find_nodes(op="placeholder")
     return frozenset(i for i, node in enumerate(placeholders) if node in stacks)
 
 

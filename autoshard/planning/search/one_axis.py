@@ -22,7 +22,7 @@ from autoshard.planning.context_parallel import HeadTail, in_plain_order
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions
 from autoshard.planning.estimate import Profile, footprint, frontier, profile, timing
-from autoshard.planning.mixtures import ROWS, WEIGHTS
+from autoshard.planning.mixtures import ROWS, WEIGHTS, stacks_by
 from autoshard.planning.plan import Plan, strategy_text, without_ep
 from autoshard.planning.prices import AxisPrices, Prices
 from autoshard.planning.problem import Problem
@@ -81,13 +81,9 @@ def decided(
     so many `variables`. held: nodes that were not chosen by cost."""
     strategies = ordered.strategies
     stored = {node: output_state(strategies[node], None) for node in request.parameters}
-    travelling = {
-        stack
-        for node, stacks in problem.stacks.items()
-        if strategies[node].on_ep == WEIGHTS
-        for stack, _ in stacks
-    }
-    prices.parts.update(parts_on_ep(strategies, problem, request.layout.experts))
+    travelling = stacks_by(strategies, WEIGHTS)
+    # where rows travel to them, a rank of ep uses its part of a stack
+    prices.parts.update(dict.fromkeys(stacks_by(strategies, ROWS), request.layout.experts))
     return Decisions(
         strategies=strategies,
         copies=ordered.copies,
@@ -133,18 +129,6 @@ def charged_on_ep(
         if WEIGHTS in found and ROWS in found:
             charged[node] = found
     return charged
-
-
-def parts_on_ep(
-    strategies: Mapping[fx.Node, Strategy], problem: Problem, ranks: int
-) -> dict[fx.Node, int]:
-    """The stacks of which a rank of ep, of `ranks`, uses one part, since rows travel to them."""
-    return {
-        stack: ranks
-        for node, stacks in problem.stacks.items()
-        if strategies[node].on_ep == ROWS
-        for stack, _ in stacks
-    }
 
 
 def constrain(gm: fx.GraphModule, problem: Problem, plan: Plan) -> None:
