@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,6 @@ class PipelinePlan:
     homes: dict[str, int] = field(default_factory=dict)
     graphs: dict[str, list[str]] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
-        """The entry of the file."""
-        return {name: getattr(self, name) for name in _STAGE_ENTRIES}
-
 
 @dataclass
 class Plan:
@@ -109,12 +105,9 @@ class Plan:
             **({"mesh": self.mesh} if self.mesh else {}),
             "parameters": self.parameters,
             **({"weights": self.weights} if self.weights else {}),
-            "graphs": {
-                key: {"nodes": graph.nodes, "copies": graph.copies}
-                for key, graph in self.graphs.items()
-            },
+            "graphs": {key: asdict(graph) for key, graph in self.graphs.items()},
             **({"outer": self.outer._body()} if self.outer else {}),
-            **({"pipeline": self.pipeline.body()} if self.pipeline else {}),
+            **({"pipeline": asdict(self.pipeline)} if self.pipeline else {}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -147,7 +140,6 @@ class Plan:
         return plan
 
 
-_STAGE_ENTRIES = ("ranks", "schedule", "microbatches", "virtual_stages", "homes", "graphs")
 _ENTRIES = ("axis", "size", "mesh", "parameters", "weights", "graphs")
 
 
@@ -172,7 +164,7 @@ def _plan(body: FileEntry) -> Plan:
 
 def _pipeline(entry: FileEntry) -> PipelinePlan:
     """The stages of a plan file, or PlanError with what is wrong."""
-    entry.only(_STAGE_ENTRIES)
+    entry.only(each.name for each in fields(PipelinePlan))
     ranks = entry.entry("ranks").integer(2, MOST_RANKS)
     homes, graphs = (entry.optional(name, {}).entries() for name in ("homes", "graphs"))
     return PipelinePlan(
