@@ -9,6 +9,7 @@ from autoshard.planning.decisions import (
     Outer,
     Recomputation,
     on_rank,
+    planned_value,
     serial_name,
     value_text,
 )

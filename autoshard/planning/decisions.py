@@ -38,10 +38,15 @@ def value_text(key: ValueKey) -> str:
     return f"{node.name} {state}"
 
 
-def serial_name(node: fx.Node) -> str:
-    """The name of the planned node that a node of the graph made of it stands for, by the text that
+def planned_value(node: fx.Node) -> str:
+    """The `value_text` of the planned value that a node of the graph made of it stands for, which
     it was given; "" where it was given none."""
-    return str(node.meta.get("custom", {}).get(VALUE, "")).partition(" ")[0]
+    return str(node.meta.get("custom", {}).get(VALUE, ""))
+
+
+def serial_name(node: fx.Node) -> str:
+    """The name of the node in `planned_value`."""
+    return planned_value(node).partition(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
-
 from autoshard.building.fitting import SAFE, Bisection, counted_part, refuse_eager
 from autoshard.building.pipeline.program import PipelineProgram
 from autoshard.building.pipeline.stage_graphs import adding_up, graded_parameters
@@ -29,11 +27,17 @@ from autoshard.config import Config
 from autoshard.errors import PlanError
 from autoshard.memory import StageMemory, memory_of_split_stage, memory_of_stage
 from autoshard.passes import after_cut, set_fate
-from autoshard.planning import JoinedChoices, Recomputation, tensor_bytes, value, value_text
+from autoshard.planning import (
+    JoinedChoices,
+    Recomputation,
+    planned_value,
+    tensor_bytes,
+    value,
+    value_text,
+)
 from autoshard.planning.estimate import Frontier, RankValue, Training, Walk
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import shard_dim
-from autoshard.runtime.graph_meta import VALUE
 from autoshard.runtime.pipeline import most_kept
 
 
@@ -55,7 +59,8 @@ class StageCount:
         self.graph = graph if self.split else adding_up(graph, graded, dtypes)
         self.placeholders = self.graph.graph.find_nodes(op="placeholder")
         self.own = self.placeholders[:count]
-        self.given = _differentiable(self.graph, self.placeholders)
+        # on meta losses have no derivative
+        self.given = off_meta(self.graph, compat.backend_fakes(list(self.placeholders)))
         self.joints: list[compat.JointGraph] = []
         self.free = compat.forward_backward(*self.given, after_cut, self.joints)
         self.counted: dict[Recomputation | None, StageMemory] = {}
@@ -120,11 +125,6 @@ class StageCount:
         read = [sizes[i] for i in stage.reads]
         works = [a.work for a in self.program.actions(self.rank) if a.chunk == self.chunk]
         return memory_of_split_stage(cut, read, sum(sizes) - sum(read), works, **resident)
-
-
-def _differentiable(graph: fx.GraphModule, placeholders: list[fx.Node]) -> tuple[Any, Any]:
-    """On meta losses have no derivative."""
-    return off_meta(graph, compat.backend_fakes(list(placeholders)))
 
 
 class StageTooLarge(PlanError):
@@ -261,7 +261,7 @@ def stage_values(program: PipelineProgram, numbers: Sequence[int]) -> list[list[
     found = []
     for number in numbers:
         graph = program.plan.stages[number].graph.graph
-        texts = {text for node in graph.nodes if (text := _text(node))}
+        texts = set(map(planned_value, graph.nodes)) - {""}
         names = {text.partition(" ")[0] for text in texts}
         made = walk.of(node for node in nodes if node.name in names)
         found.append(_only(made, [value_text(one.key) in texts for one in made]))
@@ -275,7 +275,3 @@ def _only(values: Sequence[RankValue], inside: Sequence[bool]) -> list[RankValue
         replace(values[i], sources=tuple(places[s] for s in values[i].sources if s in places))
         for i in places
     ]
-
-
-def _text(node: fx.Node) -> str:
-    return str(node.meta.get("custom", {}).get(VALUE, ""))

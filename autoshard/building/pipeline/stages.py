@@ -31,20 +31,14 @@ from autoshard.planning import (
     is_view,
     part_trade,
     places,
+    planned_value,
     tensor_bytes,
     value,
 )
 from autoshard.planning.cost import Machine, work_of
 from autoshard.planning.solver import Chain, StageCut, cut_stages
 from autoshard.runtime.collectives import WHOLE
-from autoshard.runtime.graph_meta import (
-    DIFF,
-    GIVEN,
-    OWN_AXIS,
-    REDUCED_DTYPE,
-    STORED_DTYPE,
-    VALUE,
-)
+from autoshard.runtime.graph_meta import DIFF, GIVEN, OWN_AXIS, REDUCED_DTYPE, STORED_DTYPE
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import ParameterPolicy
 from autoshard.runtime.pipeline import ScheduleShape
@@ -183,8 +177,7 @@ def _chain(
         graded = bool(node.meta.get(DIFF))
         seconds[unit[node]] += forward * (1 + BACKWARD * graded)
         if trade is not None:
-            text = node.meta.get("custom", {}).get(VALUE, "")
-            kept[unit[node]] += trade.kept.get(text, 0)
+            kept[unit[node]] += trade.kept.get(planned_value(node), 0)
         elif graded and not is_view(node):
             kept[unit[node]] += tensor_bytes(value(node))
     sent = [0.0]
