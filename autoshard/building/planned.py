@@ -141,13 +141,8 @@ class Unplanned:
             decisions = laid.decisions
         else:
             decisions = plan_graph(serial, n, self.machine, request)
-        return Planned(
-            serial,
-            request,
-            with_choices(data, decisions, request.layout),
-            decisions,
-            replace(with_graph(plan, decisions, request, serial, n), outer=first),
-        )
+        base = replace(plan or Plan(request.axis, n), outer=first)
+        return Planned(serial, request, data, decisions, base).following(decisions)
 
 
 @dataclass(frozen=True)

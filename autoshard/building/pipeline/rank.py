@@ -68,7 +68,7 @@ def rank_pipeline(
             for home in [home_rank(stored[node])]
             if home is not None and home != reader
         ],
-        shared=_shared(microbatch.serial, [node for node, _ in keys], axis, sharing),
+        shared=shared_graph(microbatch.serial, [node for node, _ in keys], axis, sharing),
         dims=[shard_dim(state) for _, state in keys],
         results=[
             PipelineResult(
@@ -142,13 +142,6 @@ def _compiled(graph: fx.GraphModule, inner: str) -> Callable[..., Any]:
     if not list(graph.graph.output_node().args[0]):  # type: ignore[arg-type]
         return lambda *_: ()
     return compile_local(graph, compat.backend_fakes(list(placeholders)), inner, add_at_once)
-
-
-def _shared(
-    serial: fx.GraphModule, nodes: list[fx.Node], axis: Axis, sharing: Sequence[Axis]
-) -> Callable[..., Any]:
-    graph = shared_graph(serial, nodes, axis, sharing)
-    return lambda *inputs: graph(*inputs)
 
 
 def _like(node: fx.Node) -> torch.Tensor:

@@ -20,7 +20,7 @@ Not counted: regions of activation checkpointing (all counts as if there were no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import fx
@@ -302,8 +302,7 @@ class Footprint:
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        kinds = (self.parameters, self.gradients, self.optimizer, self.activations)
-        return sum(kinds) + self.buckets + self.buffers
+        return sum(astuple(self))
 
 
 def footprint(held: RankHolds, layout: Layout, training: Training) -> Footprint:

@@ -111,9 +111,7 @@ def profile(
         sent=tuple(tp_collectives(gm, decisions, n, bucket_bytes)),
         exchanges=tuple(expert_rows(gm, decisions, n, training.imbalance)),
         fusing=prices.fusing,
-        weights=kept.weights,
-        activations=kept.activations,
-        buffers=kept.buffers,
+        **vars(kept),
     )
     return one if chosen is None else with_recomputation(one, chosen)
 
