@@ -8,7 +8,8 @@ before it picks one (`autoshard.backend`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,11 +28,9 @@ def batch_facts(inputs: Sequence[compat.GraphInput]) -> dict[int, str]:
     """ONES or POSITIONS by index of the placeholder, for this call's integers and booleans of at
     most two dims. What has no values (the meta device, a trace inside another) has no facts."""
     found = {}
-    for index, item in enumerate(inputs):
-        real = item.real
-        if real is None or isinstance(real, nn.Parameter) or item.of_model:
-            continue
-        whole = type(real) is torch.Tensor and real.layout == torch.strided
+    for index, item in _tensors(inputs):
+        real: Any = item.real
+        whole = type(real) is torch.Tensor and real.layout == torch.strided and not item.of_model
         integral = not (real.dtype.is_floating_point or real.dtype.is_complex)
         if not whole or real.is_meta or not integral or not 1 <= real.dim() <= 2:
             continue
@@ -80,11 +79,8 @@ def batch_inputs(inputs: Sequence[compat.GraphInput]) -> list[Input]:
     """The inputs of a graph that the caller gave: tensors that are no parameters or buffers."""
     return [
         Input(index, item.name.removeprefix("L."))
-        for index, item in enumerate(inputs)
-        if isinstance(item.real, torch.Tensor)
-        and not isinstance(item.real, nn.Parameter)
-        and item.source.startswith("L[")
-        and not item.of_model
+        for index, item in _tensors(inputs)
+        if item.source.startswith("L[") and not item.of_model
     ]
 
 
@@ -94,12 +90,16 @@ def _held_inputs(inputs: Sequence[compat.GraphInput]) -> list[Input]:
     trained = any(isinstance(item.real, nn.Parameter) for item in inputs)
     return [
         Input(index, f"self.{item.name}")
-        for index, item in enumerate(inputs)
-        if isinstance(item.real, torch.Tensor)
-        and not isinstance(item.real, nn.Parameter)
-        and item.of_model
-        and not (trained and "._buffers[" in item.source)
+        for index, item in _tensors(inputs)
+        if item.of_model and not (trained and "._buffers[" in item.source)
     ]
+
+
+def _tensors(inputs: Sequence[compat.GraphInput]) -> Iterator[tuple[int, compat.GraphInput]]:
+    """The inputs that are tensors and no parameters, with their places."""
+    for index, item in enumerate(inputs):
+        if isinstance(item.real, torch.Tensor) and not isinstance(item.real, nn.Parameter):
+            yield index, item
 
 
 def batch_shapes(inputs: Sequence[compat.GraphInput]) -> str:
@@ -115,9 +115,7 @@ def batch_checker(
     where the options ask for neither. axes: those whose ranks are given the same."""
     batch, held = batch_inputs(inputs), _held_inputs(inputs)
     axes = [axis for axis in axes if axis.size > 1]
-    if not axes or not (batch or held):
-        return None
-    if config.batches == "never":
+    if not axes or not (batch or held) or config.batches == "never":
         return None
     settled = _settled(inputs)
     sizes = [
@@ -125,7 +123,7 @@ def batch_checker(
         for index, item in enumerate(inputs)
         if item.real is None and not compat.size_symbols(item.fake) <= settled
     ]
-    return _BatchCheck(batch, held, sizes, axes, config)
+    return _BatchCheck(batch, held, sizes, axes, config.batches)
 
 
 def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
@@ -137,34 +135,29 @@ def _settled(inputs: Sequence[compat.GraphInput]) -> set[Any]:
     return {symbol for size in sizes for symbol in compat.size_symbols(size)}
 
 
+@dataclass(eq=False)
 class _BatchCheck:
     """The batch of one graph: compared in the first calls and at new sizes, or sent. held: what
-    the model holds is compared only, since graphs may write to it."""
+    the model holds is compared only, since graphs may write to it. checks: the option."""
 
-    def __init__(
-        self,
-        batch: list[Input],
-        held: list[Input],
-        sizes: list[int],
-        axes: Sequence[Axis],
-        config: Config,
-    ) -> None:
-        self.batch, self.held, self.sizes, self.axes = batch, held, sizes, axes
-        self.send, self.checks = config.batches == "broadcast", config.batches
-        self.calls = 0
-        self.seen: set[tuple[int, ...]] = set()
+    batch: list[Input]
+    held: list[Input]
+    sizes: list[int]
+    axes: Sequence[Axis]
+    checks: str
+    calls: int = 0
+    seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def __call__(self, values: list[Any]) -> None:
         self.calls += 1
-        if self.checks != "never":
-            # A graph for any size is compared again at sizes it has not had, those of caches aside:
-            # ranks that were given the same batches all find them new.
-            key = tuple(int(values[index]) for index in self.sizes)
-            often = self.checks == "always" or self.calls <= CHECKED
-            if often or key not in self.seen:
-                self.seen.add(key)
-                self._compare(values, often)
-        for axis in self.axes if self.send else ():
+        # A graph for any size is compared again at sizes it has not had, those of caches aside:
+        # ranks that were given the same batches all find them new.
+        key = tuple(int(values[index]) for index in self.sizes)
+        often = self.checks == "always" or self.calls <= CHECKED
+        if often or key not in self.seen:
+            self.seen.add(key)
+            self._compare(values, often)
+        for axis in self.axes if self.checks == "broadcast" else ():
             send_batch(values, self.batch, axis)
 
     def _compare(self, values: list[Any], contents: bool) -> None:
@@ -175,7 +168,7 @@ class _BatchCheck:
             try:
                 differs = failed is not None
                 if self.batch:
-                    own = contents and not self.send
+                    own = contents and self.checks != "broadcast"
                     compare_batch(values, self.batch, axis, call, own, differs, often)
                 if self.held:
                     compare_batch(values, self.held, axis, call, contents, differs, often)
