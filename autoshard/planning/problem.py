@@ -10,7 +10,7 @@ rank builds the same problem.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -83,6 +83,7 @@ class Problem:
         ]
 
 
+@dataclass(eq=False)
 class Builder:
     """Builds the Problem of one graph on one mesh axis.
 
@@ -97,38 +98,31 @@ class Builder:
     axis, what it was made of.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        prices: AxisPrices,
-        *,
-        stored: Mapping[fx.Node, State | None],
-        arriving: Mapping[fx.Node, State],
-        output_domains: list[list[State]],
-        outputs_read: bool,
-        even: bool = False,
-        contiguous: bool = False,
-        beside: int = 1,
-        on_ep: ExpertAxis | None = None,
-        origin: Origin | None = None,
-    ) -> None:
-        self.gm, self.prices, self.n = gm, prices, prices.n
-        self.beside, self.on_ep = beside, on_ep
-        self.stacks = None if on_ep is None else StackTables(on_ep, prices)
-        self.stored, self.arriving = stored, arriving
-        self.inference = not is_trained(gm)
+    gm: fx.GraphModule
+    prices: AxisPrices
+    _: KW_ONLY
+    stored: Mapping[fx.Node, State | None]
+    arriving: Mapping[fx.Node, State]
+    output_domains: list[list[State]]
+    outputs_read: bool
+    even: bool = False
+    contiguous: bool = False
+    beside: int = 1
+    on_ep: ExpertAxis | None = None
+    origin: Origin | None = None
+
+    def __post_init__(self) -> None:
+        self.n, self.problem, self.inference = self.prices.n, Problem(), not is_trained(self.gm)
+        self.stacks = None if self.on_ep is None else StackTables(self.on_ep, self.prices)
         # the first call of a model that generates is planned as if it trained, and has a cache too
-        self.keeps_states = self.inference or bool(gm.meta.get(WITHOUT_GRADIENTS))
-        self.output_domains, self.outputs_read, self.even = output_domains, outputs_read, even
-        self.problem = Problem()
-        self.contiguous = contiguous
+        self.keeps_states = self.inference or bool(self.gm.meta.get(WITHOUT_GRADIENTS))
         self._tables: dict[tuple[Any, ...], np.ndarray] = {}
         self._units: dict[tuple[Any, ...], np.ndarray] = {}
         self._strategies: dict[tuple[Any, ...], tuple[list[Strategy], list[str]]] = {}
         self._weighted: dict[fx.Node, bool] = {}
-        self.origin, self._kernels = origin, origin.kernels if origin else Kernels(gm)
+        self._kernels = self.origin.kernels if self.origin else Kernels(self.gm)
         self._caches = self._cached()
-        self._weights = WeightsOnly(stored) if prices.name == "cp" else None
+        self._weights = WeightsOnly(self.stored) if self.prices.name == "cp" else None
 
     def build(self) -> Problem:
         """All variables first, then the factors along every edge."""

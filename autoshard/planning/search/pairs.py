@@ -13,6 +13,7 @@ could share that, so that the sum is never more than what the plan costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -51,22 +52,20 @@ class Passed(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False)
 class HeldValue:
     """The prices of the value of `source`, and of every other of the same shape and use."""
 
-    def __init__(
-        self,
-        source: fx.Node,
-        outer: Builder,
-        inner: Builder,
-        parts: Parts,
-        offers: Callable[[fx.Node, fx.Node], tuple[list[Strategy], Sequence[float]]],
-    ) -> None:
-        self.source, self.outer, self.inner, self.parts, self.offers = (
-            *(source, outer, inner, parts, offers),
-        )
-        self.price = outer.prices.change_cost(source)
-        self._whole, self._diff = inner.prices.moved(source), outer.prices.moved(source).diff
+    source: fx.Node
+    outer: Builder
+    inner: Builder
+    parts: Parts
+    offers: Callable[[fx.Node, fx.Node], tuple[list[Strategy], Sequence[float]]]
+
+    def __post_init__(self) -> None:
+        self.price = self.outer.prices.change_cost(self.source)
+        self._whole = self.inner.prices.moved(self.source)
+        self._diff = self.outer.prices.moved(self.source).diff
         self._moved: dict[tuple[State, bool], MovedValue] = {}
         self._passed: dict[StatePair, list[Passed]] = {}
 

@@ -76,26 +76,24 @@ class JointProblem:
         return chosen, copies, outputs
 
 
+@dataclass(eq=False)
 class JointBuilder:
     """Builds the JointProblem of a graph.
 
-    outer, inner: the builders of each axis's own problem on the serial graph, the first one built;
-    `inner` knows the prices of the outer axis (`Origin`). sharded: whether each output may leave as
-    a shard of the inner axis.
+    outer, inner: the builders of each axis's own problem on the serial graph, the first one built,
+    into `alone`; `inner` knows the prices of the outer axis (`Origin`). sharded: whether each
+    output may leave as a shard of the inner axis.
     """
 
-    def __init__(
-        self,
-        outer: Builder,
-        outer_problem: Problem,
-        inner: Builder,
-        parts: Parts,
-        sharded: Sequence[bool],
-    ) -> None:
-        assert inner.origin is not None
-        self.outer, self.inner, self.parts, self.sharded = outer, inner, parts, sharded
-        self.origin: Origin = inner.origin
-        self.alone, self.problem = outer_problem, JointProblem()
+    outer: Builder
+    alone: Problem
+    inner: Builder
+    parts: Parts
+    sharded: Sequence[bool]
+
+    def __post_init__(self) -> None:
+        assert self.inner.origin is not None
+        self.origin, self.problem = self.inner.origin, JointProblem()
         self._local: dict[tuple[Any, ...], fx.Node] = {}
         self._tables: dict[tuple[Any, ...], ValueTables] = {}
         self._results: dict[fx.Node, list[tuple[Strategy, Strategy, list[Strategy]]]] = {}
