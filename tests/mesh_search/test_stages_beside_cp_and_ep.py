@@ -11,8 +11,8 @@ import torch
 
 import autoshard
 from autoshard.building.pipeline.stage_graphs import PipelineStage
-from autoshard.building.pipeline.stage_memory import _differentiable
 from autoshard.building.pipeline.traced import TracedPipeline
+from autoshard.compiling import off_meta
 from autoshard.compiling.collectives import collectives_of
 from autoshard.mesh_search.factorisations import candidates, combined, refusal
 from autoshard.mesh_search.prices import MeshPrice
@@ -80,9 +80,8 @@ def priced_and_traced(mesh: Axes, made: Any, samples: int) -> tuple[MeshPrice, T
 def sent(traced: TracedPipeline, stage: PipelineStage, mesh: Axes) -> dict[str, float]:
     """Bytes that a rank sends on each axis, of one micro-batch, forward and backward."""
     graph = stage.training(traced.program.microbatch)
-    graphs = compat.forward_backward(
-        *_differentiable(graph, graph.graph.find_nodes(op="placeholder")), after_cut
-    )
+    fakes = compat.backend_fakes(list(graph.graph.find_nodes(op="placeholder")))
+    graphs = compat.forward_backward(*off_meta(graph, fakes), after_cut)
     axes = [SimpleNamespace(group=f"offline:{name}", name=name) for name in mesh]
     found = dict.fromkeys(mesh, 0.0)
     built: Any = SimpleNamespace(mesh=SimpleNamespace(axes=axes), joint=graphs)
