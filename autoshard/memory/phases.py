@@ -74,7 +74,8 @@ def storages(graph: fx.Graph, given: Held, kind: str) -> dict[fx.Node, tuple[Sto
             ]
             found[node] = tuple(one for part in parts[node] for one in part)
         elif node.target is operator.getitem and source in parts:
-            found[node] = parts[source][node.args[1]]  # type: ignore[index]
+            index: Any = node.args[1]
+            found[node] = parts[source][index]
         else:
             found[node] = found[source]
     return found

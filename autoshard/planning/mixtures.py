@@ -4,6 +4,7 @@ of the graph shows."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -109,8 +110,8 @@ def way_of(strategy: Strategy) -> str:
 
 def stacks_by(strategies: Mapping[fx.Node, Strategy], way: str) -> list[fx.Node]:
     """The stacks of the mixtures for which this travels over ep."""
-    mixtures = [node for node, one in strategies.items() if one.on_ep == way]
-    return [stack for node in mixtures for stack in node.args[3]]  # type: ignore[union-attr, misc]
+    mixtures: list[Any] = [node for node, one in strategies.items() if one.on_ep == way]
+    return [stack for node in mixtures for stack in node.args[3]]
 
 
 def gathered_stacks(gm: fx.GraphModule, strategies: Mapping[fx.Node, Strategy]) -> frozenset[int]:

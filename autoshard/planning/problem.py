@@ -324,8 +324,8 @@ class Builder:
             found.append((stack, added))
 
     def _output_uses(self, uses: dict[fx.Node, list[Consumer]]) -> None:
-        (returned,) = self.gm.graph.output_node().args
-        for i, (result, domain) in enumerate(zip(returned, self.output_domains)):  # type: ignore[arg-type]
+        returned: Any = self.gm.graph.output_node().args[0]
+        for i, (result, domain) in enumerate(zip(returned, self.output_domains)):
             if isinstance(result, fx.Node) and isinstance(value(result), torch.Tensor):
                 costs = np.zeros(len(domain))
                 if self.outputs_read and not self.is_for_a_later_call(result):
