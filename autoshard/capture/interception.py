@@ -127,6 +127,6 @@ def of_batch(
             new.meta["val"] = pytree.tree_map(sized, node.meta["val"])
     found = fx.GraphModule(captured, graph)
     found.meta = dict(captured.meta)
-    marked = [one.real is not None and one.real.shape[:1] == (_MARK,) for one in inputs]
-    few = [one.real[:samples] if of else one.real for one, of in zip(inputs, marked)]
+    reals = [one.real for one in inputs]
+    few = [x if x is None or x.shape[:1] != (_MARK,) else x[:samples] for x in reals]
     return found, [replace(one, real=real) for one, real in zip(inputs, few)]

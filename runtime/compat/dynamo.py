@@ -216,7 +216,8 @@ def store_in_trace(
     ):
         raise RestartTrace(keep=moved)
     for guard in {id(guard): guard for of in replaced for guard in classes[of][0]}.values():
-        source, create = _of_extended(guard.originating_source, replaced), guard.create_fn
+        source = _of_extended(guard.originating_source, replaced)
+        create: Any = guard.create_fn
         if other := _other(guard):
             create = functools.partial(create, source_b=_of_extended(other, replaced))
         guards.discard(guard)
