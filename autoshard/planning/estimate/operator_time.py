@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from autoshard.planning import cost
+from autoshard.planning.chunked_loss import Losses, chunks_of
 from autoshard.planning.cost import Cluster, OperatorWork, tensor_bytes
-from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.weights import Training
+from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
@@ -29,13 +32,23 @@ read them; the difference, the exponential and the scale read and write them."""
 
 
 class OperatorTimes:
-    """The operators of a planned graph on one rank, at the rates the cluster gets. saving: of the
-    same graph and training."""
+    """The operators of a graph on one rank of an axis of `n`, at the rates the cluster gets. parts:
+    of how many parts of a parameter a rank uses one, where it is not the whole. kernels: of the
+    graph, where they are known."""
 
-    def __init__(self, saving: Saving, cluster: Cluster, training: Training) -> None:
-        self.n, self.cluster, self.kernels = saving.n, cluster, saving.kernels
-        self.chunked, self.imbalance = saving.chunked, saving.imbalance
-        self.parts, gm = saving.decisions.prices.parts, saving.gm
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        n: int,
+        cluster: Cluster,
+        training: Training,
+        parts: Mapping[fx.Node, int] = MappingProxyType({}),
+        losses: Losses | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.n, self.cluster, self.parts = n, cluster, parts
+        self.chunked, self.imbalance = chunks_of(losses or {}), training.imbalance
+        self.kernels = kernels or Kernels(gm, training.compiled)
         self.float8 = set(gm.graph.find_nodes(op="call_function", target=FLOAT8_LINEAR))
         if training.float8 and not self.float8:
             self.float8 = {*self._products(gm)[:-1], *filter(is_mixture, gm.graph.nodes)}

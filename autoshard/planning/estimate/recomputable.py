@@ -69,7 +69,9 @@ class Walk:
     ) -> None:
         self.gm, self.decisions, self.n = gm, decisions, n
         self.saving = Saving(gm, decisions, n, training)
-        self.times = OperatorTimes(self.saving, cluster, training)
+        parts, losses = decisions.prices.parts, decisions.losses
+        kernels = self.saving.kernels
+        self.times = OperatorTimes(gm, n, cluster, training, parts, losses, kernels)
         self.cluster, self.link = cluster, cluster.real(decisions.prices.link)
         self.found: list[RankValue] = []
         self.place: dict[ValueKey, int] = {}

@@ -21,7 +21,7 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.cost import Cluster, Fusing
 from autoshard.planning.decisions import Decisions, Recomputation
-from autoshard.planning.estimate.memory import RankHolds, Saving, held, recomputed
+from autoshard.planning.estimate.memory import RankHolds, held, recomputed
 from autoshard.planning.estimate.operator_time import OperatorTimes, dtype_of
 from autoshard.planning.estimate.traffic import Sent, expert_rows, tp_collectives
 from autoshard.planning.estimate.weights import Training
@@ -84,8 +84,8 @@ def profile(
     bucket_bytes: as in Config.
     """
     chosen, decisions = decisions.recomputation, replace(decisions, recomputation=None)
-    training = training or Training()
-    times = OperatorTimes(Saving(gm, decisions, n, training), cluster, training)
+    training, prices = training or Training(), decisions.prices
+    times = OperatorTimes(gm, n, cluster, training, prices.parts, decisions.losses)
     nodes = list(gm.graph.nodes)
     forward, backward = [0.0] * len(nodes), [0.0] * len(nodes)
     by_dtype: dict[torch.dtype, float] = {}
@@ -110,7 +110,7 @@ def profile(
         peak=cluster.device.peak(main),
         sent=tuple(tp_collectives(gm, decisions, n, bucket_bytes)),
         exchanges=tuple(expert_rows(gm, decisions, n, training.imbalance)),
-        fusing=decisions.prices.fusing,
+        fusing=prices.fusing,
         **vars(kept),
     )
     return one if chosen is None else with_recomputation(one, chosen)

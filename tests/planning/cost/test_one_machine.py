@@ -98,7 +98,8 @@ def test_a_described_machine_reaches_every_price(
         with mock.patch.object(pipelines, "plan_stages", side_effect=pipelines.plan_stages) as cut:
             autoshard.trace(*made(), mesh=staged, hardware=described)
     assert less.recomputation is not None
-    of = [call.args[2] for call in (*charged.call_args_list, *timed.call_args_list)]
+    of = [call.args[2] for call in charged.call_args_list]
+    of += [call.args[3] for call in timed.call_args_list]
     assert len(of) > 20 and all(is_of(one, known) for one in of)
     # four ranks of tp fill a node, so that dp_shard crosses to the next, and pp
     links = free.machine.links
