@@ -10,7 +10,7 @@ process, in lockstep (`verify`); two processes hold a rank each on pp, of a grap
 model that draws random numbers, and of a drawn tenth of the rest. A row is "equal", "refused" (an
 error of autoshard's, with its text), "not tiny" (no model was made, and why) or "wrong": other
 gradients, any other error, a process that ended or was silent. A line of JSON a row goes into
-`--results`, and the table of them into `--write`.
+`--results`, where those asked so far lie, and the table of them into `--write`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--meshes", nargs="*", default=list(MESHES), choices=MESHES)
     parser.add_argument("--share", type=int, default=1, help="one of so many architectures, drawn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "model_matrix.jsonl")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--patience", type=float, default=300.0, help="seconds of a row")
     parser.add_argument("--write", type=Path, default=ROOT / "build" / "model_matrix.md")
     args = parser.parse_args()

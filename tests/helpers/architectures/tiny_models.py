@@ -73,10 +73,9 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
             torch.manual_seed(0)
             model = LIBRARIES[library][1](kind, how)
             for module in model.modules():
-                dropped = ["p"] * isinstance(module, nn.modules.dropout._DropoutNd)
-                for rate in (*dropped, "drop_prob", "drop_rate"):  # of a branch, of a head's input
-                    if hasattr(module, rate):
-                        setattr(module, rate, 0.0)
+                dropped = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop_prob"
+                for rate in filter(module.__dict__.__contains__, (dropped, "drop_rate")):
+                    setattr(module, rate, 0.0)  # of values, of a branch, of a head's input
             return model, _first_that_runs(model.train())
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
