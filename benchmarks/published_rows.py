@@ -73,7 +73,7 @@ def question_of(row: Row, checkpointing: str) -> Question:
         axes=axes,
         zero=3 if row.zero is None else row.zero,
         lora=lora_of(row),
-        attention_only="lora of attention" in row.note.lower(),
+        attention_only=is_of_attention(row),
         chunk_loss=row.chunk_loss,
         fused=program.fused and row.mesh.get("tp", 1) > 1,
         compiled=training_of(row).compiled,
@@ -89,6 +89,11 @@ def question_of(row: Row, checkpointing: str) -> Question:
 def lora_of(row: Row) -> int:
     """The rank of a row's adapters, 0 where it has none."""
     return 16 if row.lora is True else int(row.lora)
+
+
+def is_of_attention(row: Row) -> bool:
+    """Whether a row's adapters are those of attention alone."""
+    return "lora of attention" in row.note.lower()
 
 
 def training_of(row: Row) -> Training:
@@ -249,8 +254,7 @@ def proposed(row: Row, body: Mapping[str, Any], machine: Cluster) -> MeshSearch:
     """What `autoshard plan` proposes for a row's whole model, world and global batch. Which layers
     are computed again, and what is kept of a weight, is the search's own choice."""
     few = few_layers(body, row.length, cut=False)
-    of_attention = "lora of attention" in row.note.lower()
-    model, args, kwargs = build(few, 1, row.length, "none", lora_of(row), of_attention)
+    model, args, kwargs = build(few, 1, row.length, "none", lora_of(row), is_of_attention(row))
     return search_meshes(
         model,
         args,

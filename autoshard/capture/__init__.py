@@ -11,4 +11,4 @@ from autoshard.capture.interception import (
     of_marked_batch,
 )
 from autoshard.capture.interpreter import execution
-from autoshard.capture.serial_graph import capture, global_fakes
+from autoshard.capture.serial_graph import capture, global_fake

@@ -105,10 +105,10 @@ def capture(
     return result
 
 
-def global_fakes(values: Sequence[Any]) -> list[Any]:
-    """Inputs of a graph as plain fakes of their global shapes."""
-    mode = _fake_mode(values)
-    return [_plain(value, mode) for value in values]
+def global_fake(value: torch.Tensor) -> torch.Tensor:
+    """An input of a graph as a plain fake of its global shape."""
+    fake: torch.Tensor = _plain(value, _fake_mode([value]))
+    return fake
 
 
 def _fake_mode(found: Sequence[Any]) -> FakeTensorMode:

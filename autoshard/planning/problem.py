@@ -344,7 +344,7 @@ class Builder:
 
     def _cached(self) -> set[fx.Node]:
         """The keys and values that a model which generates keeps between calls."""
-        (returned,) = next(iter(reversed(self.gm.graph.nodes))).args
+        returned: Any = self.gm.graph.output_node().args[0]
         outputs = [one for one in returned[: self.gm.meta[N_OUTPUTS]] if isinstance(one, fx.Node)]
         found = {cached(one) for one in outputs if self.keeps_states}
         return {one for one in found if one is not None and one.op != "placeholder"}

@@ -170,6 +170,7 @@ def check(results: list[dict[str, Any]], schedule: str) -> None:
     [
         ("encoder", {}),
         ("broken", {}),
+        ("judged", {"inner": "aot_eager"}),
         pytest.param("gpt2", {}, marks=pytest.mark.slow),
         pytest.param("vit", {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
     ],

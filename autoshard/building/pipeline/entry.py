@@ -27,7 +27,7 @@ from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
-from autoshard.capture import global_fakes
+from autoshard.capture import global_fake
 from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
@@ -180,10 +180,9 @@ def _on_wholes(
 ) -> Callable[..., Any]:
     """A graph without parameters, such as a loss behind a graph break: every rank runs it, on the
     wholes of what an earlier graph has returned."""
-    arrivals = Arrivals(
-        {i: I for i, item in enumerate(inputs) if isinstance(item.real, LazyGather)}, ()
-    )
-    compiled = compile_local(gm, global_fakes(example_inputs), config.inner)
+    returned = {i: I for i, item in enumerate(inputs) if isinstance(item.real, LazyGather)}
+    fakes = [global_fake(x) if i in returned else x for i, x in enumerate(example_inputs)]
+    compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, ())
 
     def run(*args: Any) -> Any:
         values = list(args)

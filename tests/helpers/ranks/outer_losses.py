@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,19 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         y = self.head(x * self.encoder.scale + x.sin())
         return y.square().mean(), y.detach().abs().sum((1, 2))
+
+
+class Judged(nn.Module):
+    """A second graph without parameters, which makes the loss of what the first one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.encoder(x)[0]
+        torch._dynamo.graph_break()
+        return x.square().mean(), x.detach().abs().sum((1, 2))
 
 
 def _next_tokens(output: Any, batch: Batch) -> Tensor:
@@ -108,13 +122,16 @@ LOOPS: Mapping[str, Loop] = {
         _of_outputs,
         lambda output, _: output[1].mean(),
     ),
-    "broken": Loop(
-        lambda: _seeded(Broken),
-        lambda step: {"x": floats(step, SEQ, HIDDEN)},
-        ("x",),
-        lambda output, _: output[0],
-        lambda output, _: output[1].mean(),
-    ),
+    **{
+        name: Loop(
+            functools.partial(_seeded, kind),
+            lambda step: {"x": floats(step, SEQ, HIDDEN)},
+            ("x",),
+            lambda output, _: output[0],
+            lambda output, _: output[1].mean(),
+        )
+        for name, kind in (("broken", Broken), ("judged", Judged))
+    },
 }
 
 
