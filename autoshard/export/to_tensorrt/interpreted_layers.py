@@ -21,6 +21,7 @@ _ELEMENTWISE: dict[str, Callable[..., torch.Tensor]] = {
     "POW": torch.pow,
     "AND": torch.logical_and,
     "OR": torch.logical_or,
+    "XOR": torch.logical_xor,  # of torch-tensorrt's networks, as SIGN below
     "EQUAL": torch.eq,
     "GREATER": torch.gt,
     "LESS": torch.lt,
@@ -40,6 +41,7 @@ _UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "FLOOR": torch.floor,
     "CEIL": torch.ceil,
     "NOT": torch.logical_not,
+    "SIGN": torch.sign,
 }
 _ACTIVATION: dict[str, Callable[..., torch.Tensor]] = {
     "RELU": torch.relu,
