@@ -7,19 +7,22 @@ counted (layers, words, experts, pictures) shrinks, and widths stay.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import tiny_search
 import torch
+from tiny_batches import WORDS, batch_of, loss_of
+from tiny_search import Draft
 from torch import nn
 
-WORDS, HIDDEN, TOKENS, BATCH = 128, 32, 16, 4
+HIDDEN = 32
 WAYS = ("widths", "heads", "counts")
-LARGEST = 100_000_000
-"""Parameters of a model that counts as tiny."""
 
 TASKS = {
     "CAUSAL_LM": "ForCausalLM",
@@ -64,22 +67,37 @@ def names() -> list[str]:
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model in training mode without dropout, and a batch by its forward's names.
 
-    Raises ValueError with the reason of each way where none gives a model that trains a step.
+    Where no way gives a model that trains a step, one is searched; raises ValueError with the
+    reason of each where the search finds none.
     """
     library, _, kind = name.partition(":")
     reasons = []
     for how in WAYS:
         try:
+            draft = LIBRARIES[library][1](kind, how)
+            with torch.device("meta"):
+                tiny_search.refuse_large(draft.make({}))
             torch.manual_seed(0)
-            model = LIBRARIES[library][1](kind, how)
-            for module in model.modules():
-                dropped = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop_prob"
-                for rate in filter(module.__dict__.__contains__, (dropped, "drop_rate")):
-                    setattr(module, rate, 0.0)  # of values, of a branch, of a head's input
-            return model, _first_that_runs(model.train())
+            model = tiny_search.without_dropout(draft.make({}))
+            return model, _first_that_runs(model)
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
-    raise ValueError("; ".join(reasons))
+    values, batch, why = _searched(name)
+    if why:
+        raise ValueError("; ".join([why, *reasons]))
+    torch.manual_seed(0)
+    draft = LIBRARIES[library][1](kind, WAYS[0])
+    return tiny_search.without_dropout(draft.make(values)), copy.deepcopy(batch)
+
+
+@functools.lru_cache(maxsize=1)
+def _searched(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The values and the batch of a search, or why it found none; of the name asked last."""
+    library, _, kind = name.partition(":")
+    try:
+        return *tiny_search.search(LIBRARIES[library][1](kind, WAYS[0])), ""
+    except Exception as error:
+        return {}, {}, f"searched: {' '.join(str(error).split())[:200]}"
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -108,23 +126,52 @@ def _transformers_kinds() -> list[str]:
     return sorted(found)
 
 
-def _of_transformers(kind: str, how: str) -> nn.Module:
+def _of_transformers(kind: str, how: str) -> Draft:
     """A model_type's first head of `TASKS`, else the model without one."""
     import transformers
     from transformers.models.auto import modeling_auto
 
-    config = transformers.AutoConfig.for_model(kind)
-    shrink(config, how)
-    config.architectures = config.architectures or []
     heads = [
         head for task, head in TASKS.items()
         if kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
     ]  # fmt: skip
     auto = getattr(transformers, f"AutoModel{heads[0] if heads else ''}")
-    with torch.device("meta"):
-        _refuse_large(auto.from_config(config))
-    made: nn.Module = auto.from_config(config, dtype=torch.float32)
-    return made
+
+    def configuration() -> Any:
+        config = transformers.AutoConfig.for_model(kind)
+        shrink(config, how)
+        config.architectures = config.architectures or []
+        return config
+
+    def make(values: dict[str, Any]) -> nn.Module:
+        config = configuration()
+        for path, value in values.items():
+            _assign(config, path, value)
+        made: nn.Module = auto.from_config(config, dtype=torch.float32)
+        return made
+
+    published = dict(_paths(transformers.AutoConfig.for_model(kind)))
+    return Draft(published, dict(_paths(configuration())), make)
+
+
+def _paths(config: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a configuration and of those inside it, by their paths."""
+    for key, value in _numbers(config):
+        if hasattr(value, "to_dict"):
+            yield from _paths(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def _assign(config: Any, path: str, value: Any) -> None:
+    """Sets a value at a path, or in every configuration of the class that the path begins with."""
+    *above, key = path.split(".")
+    if above and above[0].endswith("Config"):
+        for one in (config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))):
+            if type(one).__name__ == above[0]:
+                setattr(one, key, value)
+        return
+    setattr(functools.reduce(getattr, above, config), key, value)
 
 
 def _timm_kinds() -> list[str]:
@@ -133,7 +180,7 @@ def _timm_kinds() -> list[str]:
     return [name for name in timm.list_modules() if timm.list_models(module=name)]
 
 
-def _of_timm(module: str, how: str) -> nn.Module:
+def _of_timm(module: str, how: str) -> Draft:
     """The smallest model of a module, by its name."""
     import timm
 
@@ -143,10 +190,13 @@ def _of_timm(module: str, how: str) -> nn.Module:
     every = timm.list_models(module=module)
     name = next((one for size in sizes for one in every if size in one), every[0])
     sized = {"img_size": 64} if how == "widths" else {}
-    with torch.device("meta"):
-        _refuse_large(timm.create_model(name, num_classes=8, **sized))
-    made: nn.Module = timm.create_model(name, num_classes=8, **sized)
-    return made
+
+    def make(values: dict[str, Any]) -> nn.Module:
+        kept = {key: value for key, value in {**sized, **values}.items() if value is not None}
+        made: nn.Module = timm.create_model(name, num_classes=8, **kept)
+        return made
+
+    return Draft({"img_size": None}, sized, make)
 
 
 def _diffusers_kinds() -> list[str]:
@@ -159,27 +209,24 @@ def _diffusers_kinds() -> list[str]:
     ]  # fmt: skip
 
 
-def _of_diffusers(kind: str, how: str) -> nn.Module:
+def _of_diffusers(kind: str, how: str) -> Draft:
     """A class, of the defaults of its constructor, shrunk."""
     from diffusers import models
 
     made: Any = getattr(models, kind)
     takes = inspect.signature(made.__init__).parameters
+    published = {key: one.default for key, one in takes.items() if one.default is not one.empty}
     sizes = {
-        key: _smaller(key, one.default, 0.125 if how == "widths" else 1.0, how, None)
-        for key, one in takes.items()
-        if one.default is not one.empty and how != "counts"
+        key: _smaller(key, value, 0.125 if how == "widths" else 1.0, how, None)
+        for key, value in published.items()
+        if how != "counts"
     }
-    with torch.device("meta"):
-        _refuse_large(made(**sizes))
-    found: nn.Module = made(**sizes)
-    return found
 
+    def make(values: dict[str, Any]) -> nn.Module:
+        model: nn.Module = made(**{**sizes, **values})
+        return model
 
-def _refuse_large(model: nn.Module) -> None:
-    count = sum(p.numel() for p in model.parameters())
-    if count > LARGEST:
-        raise ValueError(f"{count:,} parameters are left")
+    return Draft(published, sizes or published, make)
 
 
 def shrink(config: Any, how: str) -> None:
@@ -283,116 +330,7 @@ def _smaller_list(key: str, value: Any, share: float, depth: int | None) -> Any:
     return value
 
 
-def batch_of(model: nn.Module, whole: bool = False) -> dict[str, torch.Tensor]:
-    """A batch by the names of what the model's forward takes."""
-    generator = torch.Generator().manual_seed(0)
-    config = getattr(model, "config", None)
-    takes = inspect.signature(model.forward).parameters
-    if not hasattr(model, "main_input_name"):
-        return _batch_without_words(model, takes, generator)
-    main = model.main_input_name
-    words = min(_found(config, "vocab_size", WORDS), WORDS)
-    ids = torch.randint(8, max(words - 16, 9), (BATCH, TOKENS), generator=generator)
-    batch: dict[str, torch.Tensor] = {}
-    needed = {n for n, one in takes.items() if one.default is one.empty} | {main}
-    if whole:
-        needed |= {"input_ids", "pixel_values"} & set(takes)
-    if "input_ids" in needed:
-        batch["input_ids"] = ids
-    if "pixel_values" in needed:
-        size = _found(config, "image_size", 64)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        channels = _found(config, "num_channels", 3)
-        batch["pixel_values"] = torch.randn(BATCH, channels, height, width, generator=generator)
-    if main in ("input_features", "input_values"):
-        mel = _found(config, "num_mel_bins", _found(config, "input_feat_per_channel", 0))
-        length = 2 * _found(config, "max_source_positions", 64) if mel else 2048
-        shape = (BATCH, mel, length) if mel else (BATCH, length)
-        batch[main] = torch.randn(shape, generator=generator)
-    if "decoder_input_ids" in takes and "labels" not in takes:
-        batch["decoder_input_ids"] = ids
-    if "bbox" in takes:
-        batch["bbox"] = torch.zeros(BATCH, TOKENS, 4, dtype=torch.long)
-    if not batch:
-        raise ValueError(f"no batch is known for {main}")
-    name = type(model).__name__
-    if "labels" in takes:
-        if "Classification" in name:
-            batch["labels"] = torch.randint(0, config.num_labels, (BATCH,), generator=generator)
-        elif not re.search("Segmentation|Depth|MaskedImage", name):
-            batch["labels"] = ids.clone()
-    return batch
-
-
-def _batch_without_words(
-    model: nn.Module, takes: Mapping[str, Any], generator: torch.Generator
-) -> dict[str, Any]:
-    """Pictures for timm's models; for those of diffusers latents, times, and states of a text."""
-    config = getattr(model, "config", None)
-    if config is None:
-        size = model.default_cfg.get("input_size", (3, 64, 64))
-        extent = getattr(getattr(model, "patch_embed", None), "img_size", None) or (64, 64)
-        if model.default_cfg.get("fixed_input_size") and not hasattr(model, "patch_embed"):
-            extent = size[1:]
-        return {"x": torch.randn(BATCH, size[0], *extent, generator=generator)}
-    batch: dict[str, Any] = {}
-    channels = config.get("in_channels", config.get("latent_channels", 3))
-    extent = config.get("sample_size") or 16
-    height, width = extent if isinstance(extent, list | tuple) else (extent, extent)
-    made = {
-        "sample": (BATCH, channels, height, width),
-        "hidden_states": (BATCH, channels, height, width),
-        "x": (BATCH, channels, height, width),
-        "encoder_hidden_states": (
-            BATCH, 8, config.get("cross_attention_dim") or config.get("joint_attention_dim")
-            or config.get("text_embed_dim") or config.get("caption_channels") or 32,
-        ),
-        "pooled_projections": (BATCH, config.get("pooled_projection_dim") or 32),
-    }  # fmt: skip
-    for key, one in takes.items():
-        if key in made and (one.default is one.empty or "encoder" in key or "pooled" in key):
-            batch[key] = torch.randn(made[key], generator=generator)
-        elif key in ("timestep", "timesteps"):
-            batch[key] = torch.arange(1, BATCH + 1)
-        elif key == "class_labels" and (
-            config.get("num_embeds_ada_norm") or config.get("num_class_embeds")
-        ):
-            batch[key] = torch.zeros(BATCH, dtype=torch.long)
-    return batch
-
-
-def _found(config: Any, key: str, default: Any) -> Any:
-    """A number of a configuration or of one inside it."""
-    value = getattr(config, key, None)
-    if value is not None and not callable(value):
-        return value
-    for inner in vars(config).values():
-        if hasattr(inner, "to_dict"):
-            value = _found(inner, key, None)
-            if value is not None:
-                return value
-    return default
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss, or one of every output that has a gradient."""
-    from torch.utils import _pytree as pytree
-
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if loss is not None:
-        return loss  # type: ignore[no-any-return]
-    values = output.to_tuple() if hasattr(output, "to_tuple") else output
-    parts = [
-        x.float().square().mean()
-        for x in pytree.tree_leaves(values)
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad
-    ]
-    if not parts:
-        raise ValueError("no output has a gradient")
-    return torch.stack(parts).sum()
-
-
-LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str, str], nn.Module]]] = {
+LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str, str], Draft]]] = {
     "transformers": (_transformers_kinds, _of_transformers),
     "timm": (_timm_kinds, _of_timm),
     "diffusers": (_diffusers_kinds, _of_diffusers),

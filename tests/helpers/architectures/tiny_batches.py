@@ -1,0 +1,122 @@
+"""A batch for a tiny model, by the names of what its forward takes, and a loss of its outputs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+WORDS, TOKENS, BATCH = 128, 16, 4
+
+
+def batch_of(model: nn.Module, whole: bool = False) -> dict[str, torch.Tensor]:
+    """A batch by the names of what the model's forward takes."""
+    generator = torch.Generator().manual_seed(0)
+    config = getattr(model, "config", None)
+    takes = inspect.signature(model.forward).parameters
+    if not hasattr(model, "main_input_name"):
+        return _batch_without_words(model, takes, generator)
+    main = model.main_input_name
+    words = min(found_in(config, "vocab_size", WORDS), WORDS)
+    ids = torch.randint(8, max(words - 16, 9), (BATCH, TOKENS), generator=generator)
+    batch: dict[str, torch.Tensor] = {}
+    needed = {n for n, one in takes.items() if one.default is one.empty} | {main}
+    if whole:
+        needed |= {"input_ids", "pixel_values"} & set(takes)
+    if "input_ids" in needed:
+        batch["input_ids"] = ids
+    if "pixel_values" in needed:
+        size = found_in(config, "image_size", 64)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = found_in(config, "num_channels", 3)
+        batch["pixel_values"] = torch.randn(BATCH, channels, height, width, generator=generator)
+    if main in ("input_features", "input_values"):
+        mel = found_in(config, "num_mel_bins", found_in(config, "input_feat_per_channel", 0))
+        length = 2 * found_in(config, "max_source_positions", 64) if mel else 2048
+        shape = (BATCH, mel, length) if mel else (BATCH, length)
+        batch[main] = torch.randn(shape, generator=generator)
+    if "decoder_input_ids" in takes and "labels" not in takes:
+        batch["decoder_input_ids"] = ids
+    if "bbox" in takes:
+        batch["bbox"] = torch.zeros(BATCH, TOKENS, 4, dtype=torch.long)
+    if not batch:
+        raise ValueError(f"no batch is known for {main}")
+    name = type(model).__name__
+    if "labels" in takes:
+        if "Classification" in name:
+            batch["labels"] = torch.randint(0, config.num_labels, (BATCH,), generator=generator)
+        elif not re.search("Segmentation|Depth|MaskedImage", name):
+            batch["labels"] = ids.clone()
+    return batch
+
+
+def _batch_without_words(
+    model: nn.Module, takes: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Any]:
+    """Pictures for timm's models; for those of diffusers latents, times, and states of a text."""
+    config = getattr(model, "config", None)
+    if config is None:
+        size = model.default_cfg.get("input_size", (3, 64, 64))
+        extent = getattr(getattr(model, "patch_embed", None), "img_size", None) or (64, 64)
+        if model.default_cfg.get("fixed_input_size") and not hasattr(model, "patch_embed"):
+            extent = size[1:]
+        return {"x": torch.randn(BATCH, size[0], *extent, generator=generator)}
+    batch: dict[str, Any] = {}
+    channels = config.get("in_channels", config.get("latent_channels", 3))
+    extent = config.get("sample_size") or 16
+    height, width = extent if isinstance(extent, list | tuple) else (extent, extent)
+    made = {
+        "sample": (BATCH, channels, height, width),
+        "hidden_states": (BATCH, channels, height, width),
+        "x": (BATCH, channels, height, width),
+        "encoder_hidden_states": (
+            BATCH, 8, config.get("cross_attention_dim") or config.get("joint_attention_dim")
+            or config.get("text_embed_dim") or config.get("caption_channels") or 32,
+        ),
+        "pooled_projections": (BATCH, config.get("pooled_projection_dim") or 32),
+    }  # fmt: skip
+    for key, one in takes.items():
+        if key in made and (one.default is one.empty or "encoder" in key or "pooled" in key):
+            batch[key] = torch.randn(made[key], generator=generator)
+        elif key in ("timestep", "timesteps"):
+            batch[key] = torch.arange(1, BATCH + 1)
+        elif key == "class_labels" and (
+            config.get("num_embeds_ada_norm") or config.get("num_class_embeds")
+        ):
+            batch[key] = torch.zeros(BATCH, dtype=torch.long)
+    return batch
+
+
+def found_in(config: Any, key: str, default: Any) -> Any:
+    """A number of a configuration or of one inside it."""
+    value = getattr(config, key, None)
+    if value is not None and not callable(value):
+        return value
+    for inner in vars(config).values():
+        if hasattr(inner, "to_dict"):
+            value = found_in(inner, key, None)
+            if value is not None:
+                return value
+    return default
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss, or one of every output that has a gradient."""
+    from torch.utils import _pytree as pytree
+
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    values = output.to_tuple() if hasattr(output, "to_tuple") else output
+    parts = [
+        x.float().square().mean()
+        for x in pytree.tree_leaves(values)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.requires_grad
+    ]
+    if not parts:
+        raise ValueError("no output has a gradient")
+    return torch.stack(parts).sum()

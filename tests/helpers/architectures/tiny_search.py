@@ -1,0 +1,389 @@
+"""A tiny model and its batch where names alone do not tell them: found by what running them says.
+
+A draft is run, and what it raises names the next tries: an argument that is missed, another rank or
+extent of an input, a field of the configuration that is restored, filled or shrunk further. Of them
+the one that reaches the most lines of the library stays, until a step of training runs. Everything
+is counted, nothing is timed, so that each process finds the same model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tiny_batches import BATCH, TOKENS, WORDS, batch_of, loss_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LARGEST = 100_000_000
+"""Parameters of a model that counts as tiny."""
+STEPS, TRIES = 20, 80
+"""Repairs of a draft, and what is tried for each."""
+TEXT, SIDE = 8, 16
+_OF_INPUTS = re.compile(r"channels|vocab|mel|cross_|text|caption|image|sample|patch")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A configuration by the paths of its fields, and what makes a model of other values."""
+
+    published: dict[str, Any]
+    shrunk: dict[str, Any]
+    make: Callable[[dict[str, Any]], nn.Module]
+
+
+@dataclass
+class Try:
+    """Values beside the draft's and a batch (None: the one that names tell); how far they came, and
+    what was raised where, with which arguments None."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] | None = None
+    reached: tuple[int, float] = (0, 0)
+    said: str = ""
+    where: str = ""
+    empty: tuple[str, ...] = ()
+    model: nn.Module | None = None
+
+
+def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values and the batch of a model that trains a step; ValueError of what was said last."""
+    at, seen = _run(draft, Try()), set()
+    for _ in range(STEPS):
+        if at.reached[0] == 4:
+            return at.values, at.batch or {}
+        seen.add(at.where)
+        aside = None
+        for values, batch in itertools.islice(_next(draft, at), TRIES):
+            one = _run(draft, Try(values, batch), at)
+            if one.reached > at.reached:
+                break
+            if aside is None and one.reached == at.reached and one.where not in seen:
+                aside = one
+        else:
+            if aside is None:
+                break
+            one = aside
+        at = one
+    raise ValueError(at.said)
+
+
+def refuse_large(model: nn.Module) -> None:
+    """Raises ValueError of more parameters than a tiny model has."""
+    count = sum(p.numel() for p in model.parameters())
+    if count > LARGEST:
+        raise ValueError(f"{count:,} parameters are left")
+
+
+def _fresh(draft: Draft, values: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return without_dropout(draft.make(values))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model in training mode, whose dropout drops nothing."""
+    for module in model.modules():
+        dropped = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop_prob"
+        for rate in filter(module.__dict__.__contains__, (dropped, "drop_rate")):
+            setattr(module, rate, 0.0)  # of values, of a branch, of a head's input
+    return model.train()
+
+
+class _Lines(TorchDispatchMode):
+    """The lines of a library that call operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if re.search(r"/(transformers|timm|diffusers)/", name):
+                self.found.add((name, frame.f_lineno))
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return func(*args, **(kwargs or {}))
+
+
+def _run(draft: Draft, one: Try, before: Try | None = None) -> Try:
+    """The try, and how far it came: construction, size, batch, forward, a step."""
+    lines, stage = _Lines(), 0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if before is not None and before.model is not None and before.values == one.values:
+                one.model = before.model
+            else:
+                with torch.device("meta"), lines:
+                    count = sum(p.numel() for p in draft.make(one.values).parameters())
+                stage = 1
+                if count > LARGEST:
+                    one.reached, one.said = (1, -count), f"{count:,} parameters are left"
+                    return one
+                one.model = _fresh(draft, one.values)
+            stage, lines.found = 2, set()
+            if one.batch is None:
+                one.batch = _first_batch(one.model)
+            with lines:
+                loss = loss_of(one.model(**one.batch))
+            stage = 3
+            if not loss.isfinite():
+                raise ValueError("the loss is not finite")
+            loss.backward()
+            one.model.zero_grad()
+        stage = 4
+    except Exception as error:
+        one.where, one.empty = _raised(error)
+        one.said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    one.reached = (stage, len(lines.found) if stage != 4 else 0)
+    return one
+
+
+def _raised(error: Exception) -> tuple[str, tuple[str, ...]]:
+    """Where a library raised, without numbers, and the names that were None there."""
+    where, names = re.sub(r"\d+", "", str(error)), []
+    at = error.__traceback__
+    while at is not None:
+        if re.search(r"/(transformers|timm|diffusers)/", at.tb_frame.f_code.co_filename):
+            where += f" {at.tb_lineno}"
+            names = [name for name, value in at.tb_frame.f_locals.items() if value is None] + names
+        at = at.tb_next
+    return where, tuple(names)
+
+
+def _first_batch(model: nn.Module) -> dict[str, Any]:
+    try:
+        batch = dict(batch_of(model))
+    except Exception:
+        batch = {}
+    takes = inspect.signature(model.forward).parameters
+    for name, one in takes.items():
+        if one.default is one.empty and name not in batch:
+            value = _value(name, model)
+            if value is not None and one.kind is not one.VAR_KEYWORD:
+                batch[name] = value
+    return {name: value for name, value in batch.items() if name in takes}
+
+
+def _next(draft: Draft, at: Try) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """What could be tried after what was said, the likeliest first."""
+    stage = at.reached[0]
+    numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d+", at.said)))
+    numbers = [n for n in numbers if 1 <= n <= 8192][:10]
+    fields = ({**at.values, **changed} for changed in _fields(draft, at, numbers))
+    if stage < 2 or at.batch is None:
+        yield from ((values, None) for values in fields)
+        return
+    for one, values in itertools.zip_longest(_batches(at, numbers), fields):
+        if one is not None:
+            yield at.values, one
+        if values is not None:
+            yield values, at.batch
+            if _OF_INPUTS.search(" ".join(values.keys() - at.values.keys())):
+                yield values, None
+
+
+def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
+    """The batch with another argument, another rank or extent of one, or without one."""
+    batch, model = dict(at.batch or {}), at.model
+    assert model is not None
+    takes = inspect.signature(model.forward).parameters
+    missed = [name for name in takes if name not in batch and f"'{name}'" in at.said]
+    new = {name: _value(name, model) for name in missed}
+    if any(value is not None for value in new.values()):
+        yield {**batch, **{name: value for name, value in new.items() if value is not None}}
+    none = "None" in at.said or re.search("must|should|need|provide|specify", at.said)
+    if none:
+        for name in at.empty:
+            if name in takes and name not in batch and _value(name, model) is not None:
+                yield {**batch, name: _value(name, model)}
+    floats = {
+        name: list(value.shape) for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dim() == 2)
+    }  # fmt: skip
+    for name, shape in floats.items():
+        for d, n in itertools.product(range(len(shape) - 1, 0, -1), numbers):
+            if shape[d] != n and (shape[d] in numbers or d == 1):
+                yield {**batch, name: _like(batch[name], [*shape[:d], n, *shape[d + 1 :]])}
+    optional = [
+        name for name, one in takes.items()
+        if name not in batch and one.default is None and _value(name, model) is not None
+    ]  # fmt: skip
+    for name in optional if none else ():
+        yield {**batch, name: _value(name, model)}
+    for name, shape in floats.items():
+        if batch[name].is_floating_point() and "mask" not in name:
+            for rank in (5, 4, 3, 2):
+                if rank != len(shape):
+                    yield {**batch, name: _like(batch[name], _ranked(rank, shape))}
+            for n in numbers:
+                yield {**batch, name: _like(batch[name], [BATCH, SIDE, n])}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dtype == torch.long and "mask" in name:
+            yield {**batch, name: value.bool()}
+            yield {**batch, name: value.float()}
+        if takes[name].default is not inspect.Parameter.empty:
+            yield {key: other for key, other in batch.items() if key != name}
+    for name, shape in floats.items():
+        for d in range(1, len(shape)):
+            for n in (1, 3, 4, 9, 16, 32, 64, 128):
+                if n != shape[d]:
+                    yield {**batch, name: _like(batch[name], [*shape[:d], n, *shape[d + 1 :]])}
+
+
+def _fields(draft: Draft, at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
+    """Fields of the configuration to set: absent ones, empty ones, shrunk ones, large ones."""
+    absent = re.search(r"'(\w+)' object has no attribute '(\w+)'", at.said)
+    if absent and "Config" in absent[1]:
+        for value in (0, 0.0, 10000.0):
+            yield {f"{absent[1]}.{absent[2]}": value}
+    now = {**draft.shrunk, **at.values}
+    if at.said.endswith("parameters are left"):
+        yield from _smaller(draft, now, at)
+        return
+    shrunk = [
+        path for path, value in draft.published.items()
+        if now.get(path) != value and not isinstance(value, float)
+    ]  # fmt: skip
+    says = [p for p in draft.published if re.search(rf"\b{re.escape(p.split('.')[-1])}\b", at.said)]
+    empty = [p for p, value in now.items() if value is None and p not in at.values]
+    for path in sorted(set(says) & set(empty)):
+        for value in (TEXT, 4, 32):
+            yield {path: value}
+    for path, value in now.items():
+        if isinstance(value, int) and value > 1 and value in numbers and not path.startswith("_"):
+            yield from ({path: n} for n in numbers if n != value)
+    for path in sorted(shrunk, key=lambda p: (p not in says, not _numbered(now[p], numbers))):
+        yield {path: draft.published[path]}
+    for path in says:
+        for n in numbers:
+            if isinstance(now.get(path), int) and not isinstance(now[path], bool):
+                yield {path: n}
+            elif _integers(now.get(path)) and sum(now[path]) and n % 2 == 0:
+                yield {path: _of_sum(now[path], n)}
+    for path in empty if "None" in at.said else ():
+        for value in (32, 4, TEXT, 2):
+            yield {path: value}
+
+
+def _smaller(draft: Draft, now: dict[str, Any], at: Try) -> Iterator[dict[str, Any]]:
+    """The fields that, smaller, leave the fewest parameters: all of them that help, then each."""
+    counts: dict[str, tuple[int, Any]] = {}
+    for path, value in now.items():
+        if path.split(".")[-1].startswith("_") or isinstance(value, bool):
+            continue
+        if isinstance(value, int) and value > 4:
+            small: Any = max(value // 8, 32) if value > 32 else max(value // 4, 2)
+        elif _integers(value) and max(value) > 1:
+            small = type(value)(max(32, one // 8) if one > 32 else min(one, 1) for one in value)
+        else:
+            continue
+        if small == value:
+            continue
+        try:
+            with torch.device("meta"):
+                made = draft.make({**at.values, path: small})
+            count = sum(p.numel() for p in made.parameters())
+        except Exception:
+            continue
+        if count < -at.reached[1]:
+            counts[path] = (count, small)
+    best = sorted(counts, key=lambda path: counts[path][0])
+    yield from ({path: counts[path][1] for path in best[:n]} for n in (8, 4, 2, 1))
+    yield from ({path: counts[path][1]} for path in best[1:])
+
+
+def _numbered(value: Any, numbers: list[int]) -> bool:
+    return value in numbers or (_integers(value) and bool(set(value) & set(numbers)))
+
+
+def _integers(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    )
+
+
+def _of_sum(value: Any, total: int) -> Any:
+    """Numbers in the same shares, even, whose sum is another."""
+    new = [max(2, round(one * total / sum(value) / 2) * 2) for one in value]
+    new[-1] += total - sum(new)
+    return type(value)(new)
+
+
+def _ranked(rank: int, shape: list[int]) -> list[int]:
+    """The shape of an input of that rank: words, a series, a picture or a video."""
+    channels = shape[1] if len(shape) != 3 else shape[-1]
+    return {
+        5: [BATCH, channels, 5, SIDE, SIDE],
+        4: [BATCH, channels, SIDE, SIDE],
+        3: [BATCH, SIDE, channels],
+        2: [BATCH * SIDE, channels],
+    }[rank]
+
+
+def _like(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    if math.prod(shape) > 4_000_000:
+        shape = [min(one, SIDE) for one in shape]
+    if value.is_floating_point() and len(value.unique()) > 2:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return value.flatten()[:1].expand(math.prod(shape)).reshape(shape).clone()
+
+
+def _value(name: str, model: nn.Module) -> Any:
+    """An argument of forward by its name; None where the name tells nothing."""
+    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    if re.search(r"return|labels|output_|use_|cache|past_key|kwargs|session|attention_kw", name):
+        return None
+    if re.search(r"grid_thw|grid_hws?$", name):
+        return torch.tensor([[1, 4, 4]] * BATCH)
+    if re.search(r"^(num_|latent_)?frames$|^num_\w+$", name):
+        return 5
+    if re.fullmatch(r"height|width", name):
+        return SIDE
+    if re.search(r"img_shapes", name):
+        return [[(1, 4, 4)]] * BATCH
+    if re.search(r"mask", name):
+        return torch.ones(BATCH, TEXT if "encoder" in name else TOKENS, dtype=torch.long)
+    if re.search(r"_lens?$|lengths?$", name):
+        return torch.full((BATCH,), TEXT)
+    if re.search(r"time|sigma|guidance|fps|ratio|r_t|_scale$|snr", name):
+        return torch.arange(1, BATCH + 1)
+    if re.search(r"_size$|crop|aspect|resolution", name):
+        return torch.full((BATCH, 2), SIDE)
+    if re.search(r"(img|txt|image|text)_ids|pos$|coords", name):
+        return torch.zeros(TEXT if "t" in name[:2] else SIDE, 3)
+    if re.search(r"_ids?$|_ids_|indexes|indices|tokens", name):
+        return torch.arange(BATCH * TEXT).reshape(BATCH, TEXT) % (WORDS // 2)
+    if re.search(r"pooled|image_embeds|proj_emb|class_emb|^state$|projections", name):
+        return normal(BATCH, 32)
+    if re.search(r"cond$|conditioning", name):
+        return normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
+    if re.search(r"encoder|text|txt|caption|context|prompt|query|embeds|past_", name):
+        return normal(BATCH, TEXT, 32)
+    if re.search(r"hidden|sample|latent|^x$|pixel|image|video|values|features|waveform|inp", name):
+        return normal(_first_shape(model))
+    return None
+
+
+def _first_shape(model: nn.Module) -> list[int]:
+    """The shape that the first module with weights takes."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            rank = len(module.kernel_size) + 2
+            return [BATCH, module.in_channels, *{3: [1024], 4: [64, 64], 5: [5, 16, 16]}[rank]]
+        if isinstance(module, nn.Linear):
+            return [BATCH, SIDE, module.in_features]
+    return [BATCH, 4, SIDE, SIDE]
