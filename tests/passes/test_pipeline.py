@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import logging
@@ -273,13 +274,17 @@ def test_a_long_compilation_says_what_it_is_at(
         doing = debugging.WorkShown()
         with doing("plan"):  # of nobody who waits for a first step
             assert not stream.getvalue()
+        before = gc.get_threshold()
         for _ in range(2):
+            assert gc.get_threshold() == before
             with doing("compile forward", begins=True):
+                assert gc.get_threshold()[2] > before[2] + 1000, "old objects are left alone"
                 end = time.monotonic() + (0.2 if quiet == "1" else 10)
                 while not stream.getvalue() and time.monotonic() < end:
                     time.sleep(0.01)
                 with doing("region 2 of 3"):
                     pass
+        assert gc.get_threshold() == before
         return stream.getvalue()
 
     monkeypatch.setattr(debugging, "PATIENCE", 0.0)
