@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import model_matrix
 import pytest
 import tiny_models
+import torch
+from torch import nn
 
 from autoshard.verification import program_check
+from exhaustive import seed
 
 
 @pytest.mark.slow
@@ -16,6 +21,36 @@ from autoshard.verification import program_check
 def test_a_model_with_functions_of_its_own(gloo2: Any, mesh: str) -> None:
     """BLOOM's GeLU is a `torch.autograd.Function`, for which no table has a rule."""
     assert model_matrix.row(gloo2, "transformers:bloom", mesh) == ("equal", "")
+
+
+def test_a_drawn_row_is_equal_still(gloo2: Any) -> None:
+    known = model_matrix.read(Path(model_matrix.__file__).with_suffix(".jsonl"))
+    rows = [one for one in known if one["said"] == "equal" and one["mesh"] != "pp"]
+    asked = [(one["model"], one["mesh"]) for one in rows if one["model"].startswith("transformers")]
+    name, mesh = random.Random(seed() or "0").choice(sorted(asked))
+    said = model_matrix.by_threads(name, mesh) or model_matrix.row(gloo2, name, mesh)
+    assert said == ("equal", ""), (name, mesh)
+
+
+class _Drawing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand(())
+
+
+def test_what_plain_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Drawing(2, 2), {"x": torch.ones(4, 2)}
+    monkeypatch.setattr(tiny_models, "build", lambda name: made)
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("a view")
+
+    monkeypatch.setattr(model_matrix, "apart", broken)
+    assert model_matrix.step_of("", "tp") == ("wrong", "RuntimeError: a view")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", broken)
+        assert model_matrix.step_of("", "tp") == ("torch", "RuntimeError: a view")
+    monkeypatch.setattr(model_matrix, "apart", lambda *args: (1.0, "weight"))
+    assert model_matrix.step_of("", "tp")[0] == "random"
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +67,7 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_check, "split", lambda x, *at: split(x * 1.01, *at))
     said, why = model_matrix.by_threads("", "tp") or ("", "")
     assert said == "wrong" and why.endswith("off")
-    assert "| transformers | tp=2 | 1 | 0 | 1 | 0 |" in model_matrix.table(
+    assert "| transformers | tp=2 | 1 | 0 | 1 | 0 | 0 | 0 |" in model_matrix.table(
         [
             {"model": "transformers:a", "mesh": "tp", "said": "equal", "why": ""},
             {"model": "transformers:b", "mesh": "tp", "said": "wrong", "why": "weight is 3 off"},

@@ -8,9 +8,10 @@ Architectures are those of transformers, and of timm and diffusers where they ar
 by one procedure (tiny_models.py). The oracle is the unsharded model. Ranks are threads of one
 process, in lockstep (`verify`); two processes hold a rank each on pp, of a graph that breaks, of a
 model that draws random numbers, and of a drawn tenth of the rest. A row is "equal", "refused" (an
-error of autoshard's, with its text), "not tiny" (no model was made, and why) or "wrong": other
-gradients, any other error, a process that ended or was silent. A line of JSON a row goes into
-`--results`, where those asked so far lie, and the table of them into `--write`.
+error of autoshard's, with its text), "not tiny" (no model was made, and why), "torch" (plain
+aot_eager cannot run a step either), "random" (processes drew numbers, which no serial step draws)
+or "wrong": other gradients, any other error, a process that ended or was silent. A line of JSON a
+row goes into `--results`, where those asked so far lie, and the table of them into `--write`.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def row(pool: GlooPool, name: str, mesh: str, patience: float = 180.0) -> tuple[str, str]:
     """What is said of an architecture on a mesh, by the rank that says the worst, and why."""
-    order = ("wrong", "refused", "not tiny", "equal", "")
+    order = ("wrong", "refused", "torch", "random", "not tiny", "equal", "")
     try:
         told = pool(step_of, name, mesh, pool_timeout=patience)
     except PoolError as error:
@@ -151,12 +152,33 @@ def step_of(name: str, mesh: str) -> tuple[str, str]:
             off, worst = apart(model, batch, mesh, dtype)
         except Exception as error:
             inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
-            said = "refused" if isinstance(inner, autoshard.AutoshardError) else "wrong"
-            return said, f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
+            text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
+            if isinstance(inner, autoshard.AutoshardError):
+                return "refused", text
+            plain = _plain(model, batch)
+            return ("torch", plain) if plain else ("wrong", text)
         if off <= TOLERANCE:
             return "equal", why
         why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
-    return "wrong", why
+    return ("random" if _draws(model, batch) else "wrong"), why
+
+
+def _plain(model: nn.Module, batch: dict[str, Any]) -> str:
+    """What torch's own aot_eager says of a step; empty where it runs one."""
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+        tiny_models.loss_of(compiled(**batch)).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def _draws(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Whether a step of the serial model moves torch's generator."""
+    before = torch.get_rng_state()
+    tiny_models.loss_of(copy.deepcopy(model)(**batch)).backward()
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def apart(
@@ -197,8 +219,8 @@ def counts(found: Sequence[dict[str, Any]]) -> list[str]:
     said: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for one in found:
         said[one["model"].partition(":")[0], one["mesh"]][one["said"]] += 1
-    kinds = ("equal", "refused", "wrong", "not tiny")
-    lines = [f"| library | mesh | {' | '.join(kinds)} |", "|---" * 6 + "|"]
+    kinds = ("equal", "refused", "wrong", "torch", "random", "not tiny")
+    lines = [f"| library | mesh | {' | '.join(kinds)} |", "|---" * 8 + "|"]
     for (library, mesh), count in sorted(said.items()):
         cells = " | ".join(str(count[kind]) for kind in kinds)
         lines.append(f"| {library} | {mesh}=2 | {cells} |")
@@ -213,7 +235,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         if one["said"] != "equal":
             why = re.sub(r"'[^']*'|[\d.,]+|at /\S+", "…", one["why"])[:100].replace("|", "/")
             reasons[one["said"], why].append(f"{one['model']} ({one['mesh']})")
-    for said in ("wrong", "refused", "not tiny"):
+    for said in ("wrong", "refused", "torch", "random", "not tiny"):
         rows = sorted((why, models) for (kind, why), models in reasons.items() if kind == said)
         if rows:
             lines += ["", f"## {said.capitalize()}", "", "| why | architectures |", "|---|---|"]

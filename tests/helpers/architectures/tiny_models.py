@@ -76,10 +76,16 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
         try:
             draft = LIBRARIES[library][1](kind, how)
             with torch.device("meta"):
-                tiny_search.refuse_large(draft.make({}))
+                count = sum(p.numel() for p in draft.make({}).parameters())
+            if count > tiny_search.LARGEST:
+                raise ValueError(f"{count:,} parameters are left")
             torch.manual_seed(0)
             model = tiny_search.without_dropout(draft.make({}))
-            return model, _first_that_runs(model)
+            batch = _first_that_runs(model)
+            if _keeps_states(model):
+                torch.manual_seed(0)
+                model = tiny_search.without_dropout(draft.make({}))
+            return model, batch
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
     values, batch, why = _searched(name)
@@ -103,6 +109,15 @@ def _searched(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
 def has_experts(model: nn.Module) -> bool:
     """Whether a model routes tokens to experts."""
     return any("expert" in name for name, _ in model.named_parameters())
+
+
+def _keeps_states(model: nn.Module) -> bool:
+    """Whether a step left tensors of its graph on the modules, which no copy can have."""
+    return any(
+        isinstance(value, torch.Tensor) and value.grad_fn is not None
+        for module in model.modules()
+        for value in vars(module).values()
+    )
 
 
 def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:

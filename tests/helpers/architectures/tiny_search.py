@@ -77,13 +77,6 @@ def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
     raise ValueError(at.said)
 
 
-def refuse_large(model: nn.Module) -> None:
-    """Raises ValueError of more parameters than a tiny model has."""
-    count = sum(p.numel() for p in model.parameters())
-    if count > LARGEST:
-        raise ValueError(f"{count:,} parameters are left")
-
-
 def _fresh(draft: Draft, values: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     return without_dropout(draft.make(values))
@@ -179,8 +172,11 @@ def _first_batch(model: nn.Module) -> dict[str, Any]:
 def _next(draft: Draft, at: Try) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """What could be tried after what was said, the likeliest first."""
     stage = at.reached[0]
-    numbers = list(dict.fromkeys(int(n) for n in re.findall(r"(?<![\w.])\d+", at.said)))
+    numbers = list(dict.fromkeys(int(n) for n in re.findall(r"\d+", at.said)))
     numbers = [n for n in numbers if 1 <= n <= 8192][:10]
+    if "missing" in at.said and "forward()" in at.said:
+        yield from ((at.values, batch) for batch in _batches(at, numbers))
+        return
     fields = ({**at.values, **changed} for changed in _fields(draft, at, numbers))
     if stage < 2 or at.batch is None:
         yield from ((values, None) for values in fields)
@@ -201,13 +197,17 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
     takes = inspect.signature(model.forward).parameters
     missed = [name for name in takes if name not in batch and f"'{name}'" in at.said]
     new = {name: _value(name, model) for name in missed}
-    if any(value is not None for value in new.values()):
+    if None in new.values() and "missing" in at.said:
+        return
+    if new:
         yield {**batch, **{name: value for name, value in new.items() if value is not None}}
+    rank = re.search(r"unpack|dimension|indices|[2-5]-?D\b|dims|shape", at.said)
+    if rank:
+        yield from _of_other_ranks(batch)
     none = "None" in at.said or re.search("must|should|need|provide|specify", at.said)
-    if none:
-        for name in at.empty:
-            if name in takes and name not in batch and _value(name, model) is not None:
-                yield {**batch, name: _value(name, model)}
+    for name in at.empty if none else ():
+        if name in takes and name not in batch and _value(name, model) is not None:
+            yield {**batch, name: _value(name, model)}
     floats = {
         name: list(value.shape) for name, value in batch.items()
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dim() == 2)
@@ -222,13 +222,11 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
     ]  # fmt: skip
     for name in optional if none else ():
         yield {**batch, name: _value(name, model)}
-    for name, shape in floats.items():
+    if not rank:
+        yield from _of_other_ranks(batch)
+    for name, n in itertools.product(floats, numbers):
         if batch[name].is_floating_point() and "mask" not in name:
-            for rank in (5, 4, 3, 2):
-                if rank != len(shape):
-                    yield {**batch, name: _like(batch[name], _ranked(rank, shape))}
-            for n in numbers:
-                yield {**batch, name: _like(batch[name], [BATCH, SIDE, n])}
+            yield {**batch, name: _like(batch[name], [BATCH, SIDE, n])}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.long and "mask" in name:
             yield {**batch, name: value.bool()}
@@ -240,6 +238,25 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
             for n in (1, 3, 4, 9, 16, 32, 64, 128):
                 if n != shape[d]:
                     yield {**batch, name: _like(batch[name], [*shape[:d], n, *shape[d + 1 :]])}
+
+
+def _of_other_ranks(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The batch with an input as a video, a picture, a series or words."""
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and "mask" not in name:
+            shape = list(value.shape)
+            channels = shape[-1] if len(shape) == 3 else shape[min(1, len(shape) - 1)]
+            side = shape[-1] if len(shape) == 4 else SIDE
+            for other in (
+                [BATCH, channels, 5, side, side],
+                [BATCH, 4, channels, side, side],
+                [BATCH, channels, side, side],
+                [BATCH, SIDE, channels],
+                [BATCH, channels, 64 * SIDE],
+                [BATCH * SIDE, channels],
+            ):
+                if len(other) != len(shape):
+                    yield {**batch, name: _like(value, other)}
 
 
 def _fields(draft: Draft, at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
@@ -264,7 +281,11 @@ def _fields(draft: Draft, at: Try, numbers: list[int]) -> Iterator[dict[str, Any
     for path, value in now.items():
         if isinstance(value, int) and value > 1 and value in numbers and not path.startswith("_"):
             yield from ({path: n} for n in numbers if n != value)
-    for path in sorted(shrunk, key=lambda p: (p not in says, not _numbered(now[p], numbers))):
+        elif _integers(value):
+            for i, n in itertools.product(range(len(value)), numbers):
+                if value[i] in numbers and n != value[i]:
+                    yield {path: type(value)([*value[:i], n, *value[i + 1 :]])}
+    for path in sorted(shrunk, key=lambda p: (p not in says, str(now[p]) not in at.said)):
         yield {path: draft.published[path]}
     for path in says:
         for n in numbers:
@@ -304,10 +325,6 @@ def _smaller(draft: Draft, now: dict[str, Any], at: Try) -> Iterator[dict[str, A
     yield from ({path: counts[path][1]} for path in best[1:])
 
 
-def _numbered(value: Any, numbers: list[int]) -> bool:
-    return value in numbers or (_integers(value) and bool(set(value) & set(numbers)))
-
-
 def _integers(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
@@ -321,17 +338,6 @@ def _of_sum(value: Any, total: int) -> Any:
     new = [max(2, round(one * total / sum(value) / 2) * 2) for one in value]
     new[-1] += total - sum(new)
     return type(value)(new)
-
-
-def _ranked(rank: int, shape: list[int]) -> list[int]:
-    """The shape of an input of that rank: words, a series, a picture or a video."""
-    channels = shape[1] if len(shape) != 3 else shape[-1]
-    return {
-        5: [BATCH, channels, 5, SIDE, SIDE],
-        4: [BATCH, channels, SIDE, SIDE],
-        3: [BATCH, SIDE, channels],
-        2: [BATCH * SIDE, channels],
-    }[rank]
 
 
 def _like(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -373,8 +379,11 @@ def _value(name: str, model: nn.Module) -> Any:
         return normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
     if re.search(r"encoder|text|txt|caption|context|prompt|query|embeds|past_", name):
         return normal(BATCH, TEXT, 32)
+    shape = _first_shape(model)
+    if "video" in name and "pixel" in name and len(shape) == 4:
+        return normal([BATCH, 4, *shape[1:]])
     if re.search(r"hidden|sample|latent|^x$|pixel|image|video|values|features|waveform|inp", name):
-        return normal(_first_shape(model))
+        return normal(shape)
     return None
 
 
