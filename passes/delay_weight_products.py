@@ -44,16 +44,17 @@ class DelayWeightProducts(Pass, optional=True):
             if node.target in COLLECTIVES and node.args[-1] == group and node not in gradients
         ]
         weights = _only_for_gradients(gm.graph, set(awaited))
+        reading: dict[fx.Node, list[int]] = {}
+        for i, one in enumerate(weights):
+            for operand in one.all_input_nodes:
+                reading.setdefault(_base(operand), []).append(i)
+        products = _products_in(gm.graph)
         moved: set[fx.Node] = set()
         for start in awaited:
-            read = {_base(one) for made in _products_of(start) for one in made.all_input_nodes}
-            beside = [
-                one
-                for one in weights
-                if one < start
-                and one not in moved
-                and any(_base(operand) in read for operand in one.all_input_nodes)
-            ]
+            made = frozenset[fx.Node]().union(*[products[one] for one in start.all_input_nodes])
+            read = {_base(operand) for one in made for operand in one.all_input_nodes}
+            numbers = sorted({i for operand in read for i in reading.get(operand, ())})
+            beside = [weights[i] for i in numbers if weights[i] < start and weights[i] not in moved]
             if not beside:
                 report.skip(start, "no product of a weight's gradient reads what it is made of")
             moved.update(beside)
@@ -79,19 +80,17 @@ def _only_for_gradients(graph: fx.Graph, awaited: set[fx.Node]) -> list[fx.Node]
     return found[::-1]
 
 
-def _products_of(start: fx.Node) -> list[fx.Node]:
-    """The products that a collective sums, in any order."""
-    found, pending = [], list(start.all_input_nodes)
-    seen: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen or node.op != "call_function" or node.target is WAIT:
-            continue
-        seen.add(node)
-        if packet(node) in PRODUCTS:
-            found.append(node)
+def _products_in(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The products that each value is made of, back to what was waited for."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is WAIT:
+            found[node] = frozenset()
+        elif packet(node) in PRODUCTS:
+            found[node] = frozenset([node])
         else:
-            pending += node.all_input_nodes
+            sets = {found[one] for one in node.all_input_nodes}
+            found[node] = next(iter(sets)) if len(sets) == 1 else frozenset().union(*sets)
     return found
 
 
