@@ -278,7 +278,7 @@ def test_a_long_compilation_says_what_it_is_at(
         for _ in range(2):
             assert gc.get_threshold() == before
             with doing("compile forward", begins=True):
-                assert gc.get_threshold()[2] > before[2] + 1000, "old objects are left alone"
+                assert gc.get_threshold()[2] in (1 << 30, 0)  # Python 3.14 says 0 of any
                 end = time.monotonic() + (0.2 if quiet == "1" else 10)
                 while not stream.getvalue() and time.monotonic() < end:
                     time.sleep(0.01)
