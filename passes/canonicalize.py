@@ -92,8 +92,6 @@ class Canonicalize(Pass):
                     self._drop(graph, node, same, report)
             elif node.target in _RESHAPES:
                 report.hits += _reshape(node)
-            elif node.target is aten.type_as.default:
-                report.hits += _type_as(graph, node)
             elif node.target is aten.cat.default:
                 report.hits += _cat(graph, node)
             elif node.target in _PART_WRITES:
@@ -231,20 +229,6 @@ def _reshape(node: fx.Node) -> bool:
         source = node.args[0]
         changed = True
     return changed
-
-
-def _type_as(graph: fx.Graph, node: fx.Node) -> bool:
-    source, other = node.all_input_nodes[0], node.all_input_nodes[-1]
-    want, have = other.meta["val"], source.meta["val"]
-    new = source
-    if (want.dtype, want.device) != (have.dtype, have.device):
-        make = maker(node, Canonicalize.name)
-        with graph.inserting_before(node):
-            new = make(aten._to_copy.default, source, dtype=want.dtype, device=want.device)
-    elif graph.output_node() in node.users:
-        return False
-    replace(node, new)
-    return True
 
 
 def _part_written(graph: fx.Graph, node: fx.Node) -> bool:

@@ -156,7 +156,8 @@ PARTS = _names(
     less less_equal multiply negative not_equal subtract true_divide
     column_stack concatenate dstack hstack row_stack vstack
     atleast_1d atleast_2d atleast_3d cartesian_prod fliplr flipud isclose meshgrid moveaxis
-    ravel reshape_as sum_to_size swapaxes swapdims take_along_dim view_as
+    ravel reshape_as sum_to_size swapaxes swapdims take_along_dim
+    to.other type_as view_as
     chain_matmul cross ger inner kron tensordot trapezoid trapz
     frobenius_norm std std_mean var var_mean
     kl_div margin_ranking_loss poisson_nll_loss
@@ -226,7 +227,9 @@ class AutocastMode(FunctionalTensorMode):
         return self._recorded(func, types, args, kwargs)
 
     def _recorded(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "namespace", "") == "aten" and func.overloadpacket.__name__ in PARTS:
+        if getattr(func, "namespace", "") == "aten" and (
+            func.overloadpacket.__name__ in PARTS or _short_name(func) in PARTS
+        ):
             with self:
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:  # some overloads are operators of their own

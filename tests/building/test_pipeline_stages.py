@@ -100,6 +100,36 @@ class Coupled(nn.Module):
         return self.down(up - up.mean(0)).sum()
 
 
+class Alike(nn.Module):
+    """Values that are alike for all samples, made for the whole batch: a class token that is
+    repeated, kinds looked up by zeros, padding by new zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.kinds = nn.Parameter(torch.randn(1, 1, 8)), nn.Embedding(2, 8)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        kinds = self.kinds(torch.zeros(batch, length, dtype=torch.int64))
+        x = torch.cat([self.token.repeat(batch, 1, 1), self.up(x) + kinds], 1)
+        padded = torch.cat([x, x.new_zeros(batch, 2, 8)], 1)
+        return self.down(padded + x.new_ones(batch, 1, 8).type_as(padded)).square().mean()
+
+
+def test_values_alike_for_all_samples_are_made_in_the_rows_of_each_microbatch() -> None:
+    model, x = Alike(), torch.randn(4, 6, 8)
+    graph = graph_of(model, (x,))
+    program = cut(graph, 2)
+    assert program.microbatch.microbatches == 4
+    found = run(program, [item.real for item in graph[2]], "aot_eager")
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(found["loss"], loss.detach())
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(found["gradients"], wanted)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

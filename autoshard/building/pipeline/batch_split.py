@@ -100,7 +100,9 @@ class _Splitting:
             if fit is not None and fit > most:
                 best, most = strategy, fit
         if best is None and node in self.own:
-            raise _mixes(node, self._states(node), reasons)
+            best = self._with_copies(node, offered)
+            if best is None:
+                raise _mixes(node, self._states(node), reasons)
         self.chosen[node] = best or self._as_computed(node, offered[0])
 
     def _as_computed(self, node: fx.Node, whole: Strategy) -> Strategy:
@@ -125,15 +127,56 @@ class _Splitting:
         if not own and P in strategy.output:  # a sum over the batch is shared
             return None
         for operand, want in zip(operands(node), strategy.inputs):
-            have = self._state(operand)
-            if have == want or (_whole(have) and _whole(want) and not _gradient(operand)):
+            if self._has(operand, want):
                 continue
-            if not own or operand in self.own or not self._can_cut(operand, want):
+            if not own or not self._can_cut(operand, want):
                 return None
             fit -= 2  # rows of a shared value, or all of one that has rows
         return fit + _expands(node, strategy)
 
+    def _has(self, operand: fx.Node, want: State) -> bool:
+        have = self._state(operand)
+        return have == want or (_whole(have) and _whole(want) and not _gradient(operand))
+
+    def _with_copies(self, node: fx.Node, offered: Sequence[Strategy]) -> Strategy | None:
+        """A strategy of a node that reads rows of values that were made whole (rows of a table by
+        the positions of each sample), from copies of these that are made in rows."""
+        for strategy in offered:
+            given = () if strategy.traffic else tuple(zip(operands(node), strategy.inputs))
+            made = {one: self._as(one, want) for one, want in given}
+            if made and None not in made.values():
+                for one, copy in made.items():
+                    if copy is not None and copy is not one:
+                        node.replace_input_with(one, copy)
+                return strategy
+        return None
+
+    def _as(self, operand: fx.Node, want: State) -> fx.Node | None:
+        """A value in a state: itself, or a copy made by another strategy; None where none is."""
+        if self._has(operand, want) or self._can_cut(operand, want):
+            return operand
+        if operand not in self.own or operand.op != "call_function" or shard_dim(want) is None:
+            return None
+        for strategy in strategies(operand, self.n)[0] if _whole(self._state(operand)) else ():
+            if strategy.output != want or strategy.traffic:
+                continue
+            given = zip(operands(operand), strategy.inputs)
+            made = {one: self._as(one, state) for one, state in given}
+            if None in made.values():
+                continue
+            with operand.graph.inserting_after(operand):
+                copy = operand.graph.node_copy(operand, lambda one: one)
+            for one, other in made.items():
+                if other is not None and other is not one:
+                    copy.replace_input_with(one, other)
+            self.own.add(copy)
+            self.chosen[copy] = strategy
+            return copy
+        return None
+
     def _can_cut(self, shared: fx.Node, want: State) -> bool:
+        if shared in self.own:
+            return False
         dim = shard_dim(want)
         if dim is None:
             return _whole(want)
@@ -201,7 +244,11 @@ def sum_over_tokens(gm: fx.GraphModule, ranks: Sequence[Axis] = ()) -> int:
 
 
 def without_broadcasts(gm: fx.GraphModule) -> None:
-    """Replace the lists of broadcast tensors in a serial graph (of `mse_loss`) by their entries."""
+    """Replace the lists of broadcast tensors in a serial graph (of `mse_loss`) by their entries;
+    repeats of dims of one entry, by an expand, which a micro-batch makes at its own size; and what
+    is made of a value's dtype alone (`new_zeros`), by what is made of nothing."""
+    _without_repeats(gm.graph)
+    _without_factories(gm.graph)
     for node in gm.graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
         for item in list(node.users):
             source = node.args[0][item.args[1]]
@@ -214,6 +261,36 @@ def without_broadcasts(gm: fx.GraphModule) -> None:
             item.replace_all_uses_with(source)
             gm.graph.erase_node(item)
         gm.graph.erase_node(node)
+
+
+def _without_repeats(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=aten.repeat.default):
+        source: Any = node.args[0]
+        sizes, times = list(value(source).shape), list(node.args[1])  # type: ignore[arg-type]
+        sizes = [1] * (len(times) - len(sizes)) + sizes
+        if any(size != 1 and count != 1 for size, count in zip(sizes, times)):
+            continue
+        arguments = (source, list(value(node).shape))
+        with graph.inserting_before(node):
+            wide = emit(graph, node, aten.expand.default, arguments, provenance=_NAME)
+            dense = {"memory_format": torch.contiguous_format}
+            made = emit(graph, node, aten.clone.default, (wide,), dense, provenance=_NAME)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _without_factories(graph: fx.Graph) -> None:
+    for name, entries in (("new_zeros", 0), ("new_empty", 0), ("new_ones", 1), ("new_full", None)):
+        for node in graph.find_nodes(op="call_function", target=getattr(aten, name).default):
+            size, *rest = node.args[1:]
+            arguments = (size, *rest) if entries is None else (size, entries)
+            of = {"dtype": value(node).dtype, "device": value(node).device}
+            with graph.inserting_before(node):
+                made = emit(graph, node, aten.full.default, arguments, of, provenance=_NAME)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.empty_like.default):
+        node.target = aten.zeros_like.default
 
 
 def with_rows(gm: fx.GraphModule, node: fx.Node, samples: int) -> fx.Node:

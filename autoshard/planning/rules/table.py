@@ -71,7 +71,6 @@ ELEMENTWISE: dict[str, RuleEntry] = {
     **_aten("to.dtype to.device to.dtype_layout to.prim_Device to.prim_dtype", LINEAR),
     "aten.mul.Tensor": "* ..., * ... -> ...",
     **_aten("div.Tensor true_divide.Tensor expand_as", "* ..., ... -> ..."),
-    **_aten("type_as to.other", "* ..., _ -> ..."),
     "aten.copy": "..., * ... -> ...",
     "aten.where.self": "..., + ..., + ... -> ...",
     "aten.where.ScalarOther": when_zero("other", "..., * ... -> ...", "..., ... -> ..."),
@@ -192,6 +191,8 @@ LAYERS: dict[str, RuleEntry] = {
         for k in (1, 2, 3)
     },
     "aten.upsample_linear1d": along(except_last(1)),
+    "aten.im2col": along(except_last(3)),
+    "aten.col2im": along(except_last(2)),
     **_aten(
         "upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d _upsample_bicubic2d_aa",
         along(except_last(2)),
