@@ -18,6 +18,7 @@ from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
@@ -298,7 +299,9 @@ def _escapes(tx: Any) -> bool:
 
     def look(value: Any) -> None:
         found.append(any(map(_of_class, _chain(value.source))))
-        if isinstance(value, TensorVariable) and value.proxy.node.op == "placeholder":
+        if issubclass(type(value), LazyVariableTracker):  # which isinstance would make an input
+            found.append(isinstance(value.peek_value(), nn.Parameter))
+        elif isinstance(value, TensorVariable) and value.proxy.node.op == "placeholder":
             found.append(issubclass(value.class_type, nn.Parameter))
 
     written = [one for one in effects.id_to_variable.values() if effects.is_modified(one)]

@@ -65,6 +65,7 @@ torch._dynamo.variables.builder.VariableBuilder.wrap_module
 torch._dynamo.variables.builder.VariableBuilder.wrap_tensor
 torch._dynamo.variables.builder.wrap_fx_proxy
 torch._dynamo.variables.builtin.BuiltinVariable
+torch._dynamo.variables.lazy.LazyVariableTracker
 torch._dynamo.variables.tensor.TensorVariable.method_attr_data
 torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 torch._functionalize_has_data_mutation

@@ -29,11 +29,13 @@ class Broken(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         h = self.embed(ids)
         h = h + self.first(h)
         if self.breaks:
             torch._dynamo.graph_break()
+        if weights is not None:  # which the first graph does not read
+            h = h * weights
         logits: torch.Tensor = self.head(self.norm(h + self.second(h)))
         return logits
 
@@ -57,14 +59,14 @@ def ids(step: int, rows: int = 4) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, 16), generator=torch.Generator().manual_seed(step))
 
 
-def next_token(model: Any, step: int) -> torch.Tensor:
-    logits = model(ids(step))
+def next_token(model: Any, step: int, *more: torch.Tensor) -> torch.Tensor:
+    logits = model(ids(step), *more)
     return F.cross_entropy(logits.flatten(0, 1), ids(step).flatten())
 
 
 def broken() -> dict[str, Any]:
-    pair = Pair(Broken())
-    pair.train([lambda m, s=s: next_token(m, s) for s in range(3)])
+    pair, weights = Pair(Broken()), torch.linspace(0.5, 1.5, WIDTH)
+    pair.train([lambda m, s=s: next_token(m, s, weights) for s in range(3)])
     model = pair.model
     assert model.embed._parameters["weight"] is model.head._parameters["weight"], "tie is lost"
     return pair.result()
