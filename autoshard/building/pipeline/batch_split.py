@@ -142,9 +142,10 @@ class _Splitting:
         """A strategy of a node that reads rows of values that were made whole (rows of a table by
         the positions of each sample), from copies of these that are made in rows."""
         for strategy in offered:
-            given = () if strategy.traffic else tuple(zip(operands(node), strategy.inputs))
-            made = {one: self._as(one, want) for one, want in given}
-            if made and None not in made.values():
+            given = dict.fromkeys(zip(operands(node), strategy.inputs))
+            made = {one: self._as(one, want) for one, want in given if not strategy.traffic}
+            # a value that is read twice, each time in another state, would need two copies
+            if made and None not in made.values() and len(made) == len(given):
                 for one, copy in made.items():
                     if copy is not None and copy is not one:
                         node.replace_input_with(one, copy)
@@ -160,9 +161,9 @@ class _Splitting:
         for strategy in strategies(operand, self.n)[0] if _whole(self._state(operand)) else ():
             if strategy.output != want or strategy.traffic:
                 continue
-            given = zip(operands(operand), strategy.inputs)
+            given = dict.fromkeys(zip(operands(operand), strategy.inputs))
             made = {one: self._as(one, state) for one, state in given}
-            if None in made.values():
+            if None in made.values() or len(made) < len(given):
                 continue
             with operand.graph.inserting_after(operand):
                 copy = operand.graph.node_copy(operand, lambda one: one)
