@@ -291,7 +291,7 @@ class Config:
     microbatches: int | None = _count(
         "a positive int",
         "Parts in which a pipeline (`pp` in the mesh) runs a batch; None: four a stage, or the "
-        "largest divisor of the batch below that.",
+        "largest divisor of the batch below that; one where the model joins samples.",
     )
     schedule: str | None = _choice(
         None,

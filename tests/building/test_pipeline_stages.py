@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.building.pipeline import stages as stages_module
+from autoshard.building.pipeline.program import ONE_BY_ONE
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import CaptureError, ConfigError, PlanError
 from autoshard.verification.comparison import finite, norm
@@ -142,8 +143,22 @@ class Noisy(nn.Module):
 def test_what_mixes_samples_is_named_with_its_line() -> None:
     graph = graph_of(Coupled(), (torch.randn(4, 8),))
     with pytest.raises(CaptureError, match=r"aten\.sub.*test_pipeline_stages\.py:\d+"):
-        cut(graph, 2)
+        cut(graph, 2, pipeline={"microbatches": 2})
     assert cut(graph_of(Coupled(), (torch.randn(4, 8),)), 2, pipeline={"microbatches": 1})
+
+
+def test_a_batch_whose_samples_are_joined_is_one_microbatch() -> None:
+    model, x = Coupled(), torch.randn(4, 8)
+    graph = graph_of(model, (x,))
+    with pytest.warns(UserWarning, match=f"{ONE_BY_ONE}.*aten.sub"):
+        program = cut(graph, 2)
+    assert "one micro-batch, as samples are joined, on 2 stages" in program.lines()[0]
+    found = run(program, [item.real for item in graph[2]], "aot_eager")
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(found["loss"], loss.detach())
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(found["gradients"], wanted)
 
 
 def test_microbatches_draw_what_the_batch_draws() -> None:

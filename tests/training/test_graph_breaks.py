@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from autoshard.verification.comparison import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
-from side_by_side import Pair, check, difference, whole
+from side_by_side import TOLERANCE, Pair, check, difference, whole
 
 WIDTH, VOCAB = 32, 64
 
@@ -193,8 +194,8 @@ class Counting(nn.Module):
         return y.square().mean() + self.calls * 1e-3
 
 
-def mutated() -> dict[str, Any]:
-    pair = Pair(Counting())
+def mutated(axis: str) -> dict[str, Any]:
+    pair = Pair(Counting(), mesh={axis: 2})
     batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(s)) for s in range(3)]
     pair.train([lambda m, b=b: m(b) for b in batches])
     pair.model.eval()
@@ -211,9 +212,13 @@ def mutated() -> dict[str, Any]:
     }
 
 
-def test_buffers_are_written_back_equal_on_all_ranks(gloo2: Any) -> None:
-    results = gloo2(mutated)
-    check(results)
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_buffers_are_written_back_equal_on_all_ranks(gloo2: Any, axis: str) -> None:
+    results = gloo2(mutated, axis)
+    if axis == "tp":
+        check(results)
+    assert furthest(r[kind] for r in results for kind in ("loss", "gradient")) < TOLERANCE
+    assert any(r["share"] for r in results), "no parameter is stored in parts"
     assert all(r["buffers"] < 1e-6 for r in results), results
     assert results[0]["values"] == results[1]["values"]
     assert results[0]["values"]["calls"] == 3

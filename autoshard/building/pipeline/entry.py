@@ -227,6 +227,7 @@ def _runner(
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
     others = _Others(program, results, made)
+    written = program.microbatch.written
     around = len(rank.stages) > 1
     channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
     read = [inputs[i].real for i in stored]
@@ -248,6 +249,8 @@ def _runner(
         values = list(args)
         if check is not None:
             check(values)
+        for i in written.values():  # a backward to come reads what was there
+            values[i] = args[i].clone()
         given = [args[i] for i in stored]
         with region, modes():
             parameters = _unsharded(given, unsharding)
@@ -255,7 +258,10 @@ def _runner(
                 values[i] = parameter.detach()
             found = _call(rank, channel, parameters, values, together, backwards)
             found.update(others(values, given))
-        return tuple(found.get(i, value) for i, value in enumerate(results))
+            with torch.no_grad():
+                for position, i in written.items():
+                    args[i].copy_(found.pop(position))
+        return tuple(found.get(i, value) for i, value in enumerate(results) if i not in written)
 
     return run
 

@@ -80,11 +80,22 @@ class MicrobatchGraph:
     def graded(self) -> frozenset[int]:
         """Those of `positions` that have a gradient."""
         results: Any = self.serial.graph.output_node().args[0]
-        return frozenset(i for i in self.positions if results[i].meta.get(DIFF))
+        users = [i for i in self.positions if i not in self.written]
+        return frozenset(i for i in users if results[i].meta.get(DIFF))
+
+    @property
+    def written(self) -> dict[int, int]:
+        """The input to which a result of the serial graph is written (averages of a batch norm), by
+        the result's position: none is the user's, and every rank has each after a call."""
+        return dict(enumerate(self.serial.meta[MUTATED], self.serial.meta[N_OUTPUTS]))
 
     def returned(self, number: int) -> bool:
         """Whether a call that is differentiated returns an output of `local`, by its number."""
-        return self.loss is None or self.positions[number] in {self.loss, *self.kept}
+        return self.loss is None or self.positions[number] in {
+            self.loss,
+            *self.kept,
+            *self.written,
+        }
 
     def at_rest(self) -> dict[fx.Node, str]:
         """The parameters that a rank uses as it stores them, with the axis on which it does."""
@@ -104,14 +115,13 @@ def cut_batch(
     ranks: data-parallel axes over all of whose tokens losses are means.
     Raises CaptureError for what cannot be computed a part at a time.
     """
-    if serial.meta.get(MUTATED):
-        index = serial.meta[MUTATED][0]
-        name = serial.graph.find_nodes(op="placeholder")[index].name
+    places = serial.graph.find_nodes(op="placeholder")
+    for node in [places[i] for i in serial.meta[MUTATED] if places[i] in parameters]:
         raise CaptureError(
-            f"the model writes to {name} in forward, and pp runs it in micro-batches, on one "
-            "of the stages",
-            remedy="Update a counter or an average outside of the compiled model, put a module "
-            "that does it by itself (batch norm) in eval mode, or leave pp out of the mesh.",
+            f"the model writes to {parameters[node]} in forward, and pp stores it on one of the "
+            "stages",
+            remedy="Write to it outside of the compiled model, make it a buffer, or leave pp out "
+            "of the mesh.",
         )
     if not sum_over_tokens(serial, ranks) and ranks:
         warn_of_no_mean(serial)
@@ -123,7 +133,8 @@ def cut_batch(
     gm, decisions = core.build([results[i] for i in own])
     local, _ = rank_program(gm, [Localize(decisions)], Axis("pp", microbatches, 0, "microbatch:"))
     states = [split.state(results[i]) for i in own]
-    scalars = [(i, s) for i, s in zip(own, states) if is_loss(results[i])]
+    users = serial.meta[N_OUTPUTS]
+    scalars = [(i, s) for i, s in zip(own, states) if i < users and is_loss(results[i])]
     loss = None
     if len(scalars) == 1:  # of several, the gradients tell how they are weighed
         ((loss, state),) = scalars
@@ -178,7 +189,8 @@ def with_kept_outputs(microbatch: MicrobatchGraph, limit: int) -> MicrobatchGrap
     count, kept, total = microbatch.microbatches, set[int](), 0
     sizes = [count * tensor_bytes(value(node)) for node in outputs]
     for size, position in sorted(zip(sizes, microbatch.positions)):
-        if position != microbatch.loss and total + size <= limit:
+        always = position == microbatch.loss or position in microbatch.written
+        if not always and total + size <= limit:
             kept.add(position)
             total += size
     return replace(microbatch, kept=frozenset(kept))

@@ -31,7 +31,7 @@ from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
-from autoshard.errors import ConfigError
+from autoshard.errors import CaptureError, ConfigError
 from autoshard.passes import prepare
 from autoshard.planning import Plan, Recomputation, is_trained, value
 from autoshard.planning.cost import Cluster
@@ -79,7 +79,7 @@ class PipelineProgram:
     that of the options, which is another where backwards await the gradients of outputs. ranks:
     those of pp, which stages take in turn. shards: by axis, ranks among which parameters are split
     between calls. recomputed: what stages compute again in backward, by their number, where the
-    budget asks for it.
+    budget asks for it. joins: whether the batch is one micro-batch as the model joins samples.
     """
 
     microbatch: MicrobatchGraph
@@ -91,6 +91,7 @@ class PipelineProgram:
     saved: Plan
     shards: Mapping[str, int] = field(default_factory=dict)
     recomputed: dict[int, Recomputation] = field(default_factory=dict)
+    joins: bool = False
 
     @property
     def given(self) -> list[fx.Node]:
@@ -176,8 +177,9 @@ class PipelineProgram:
         """One line for the schedule, and one for each stage."""
         plan, m = self.plan, self.microbatch.microbatches
         other = f" and not {self.asked}, as {OUTSIDE}" if self.asked != self.schedule else ""
+        count = "one micro-batch, as samples are joined," if self.joins else f"{m} micro-batches"
         found = [
-            f"schedule {self.schedule}{other}, {m} micro-batches on {len(plan.stages)} stages, "
+            f"schedule {self.schedule}{other}, {count} on {len(plan.stages)} stages, "
             f"idle {self.idle():.0%} of a step, {self.idle(equal=True):.0%} if stages took equally "
             "long"
         ]
@@ -248,8 +250,18 @@ def build_pipeline(
             batch[with_rows(serial, node, samples)] = batch.pop(node)
     schedule, chunks = config.order
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
+    joins = False
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
-    microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+    try:
+        microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+    except CaptureError as error:
+        whole = shape._replace(microbatches=1)
+        free = config.microbatches is None and (asked is None or asked.pipeline is None)
+        if not free or whole == shape or not is_possible(schedule, whole):
+            raise
+        shape, joins = whole, True
+        microbatch = cut_batch(serial, parameters, batch, 1, counted)
+        warnings.warn(f"{ONE_BY_ONE}: {error}", stacklevel=2)
     if schedule == "gpipe":  # there the backwards of a loss may wait, too
         microbatch = replace(microbatch, loss=None)
     asked_schedule, schedule = schedule, _possible(schedule, microbatch)
@@ -279,8 +291,13 @@ def build_pipeline(
         ranks=ranks,
         saved=with_stages(made, plan, microbatch, named, asked_schedule, shape),
         shards=shards,
+        joins=joins,
     )
 
+
+ONE_BY_ONE = (
+    "pp runs each batch whole, one stage after the other, as if pipeline.microbatches were 1"
+)
 
 OUTSIDE = "the model returns no one scalar loss, and backwards wait for gradients of its outputs"
 

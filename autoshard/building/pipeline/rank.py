@@ -84,6 +84,7 @@ def rank_pipeline(
         ],
         loss=microbatch.loss,
         kept=microbatch.kept,
+        written=frozenset(microbatch.written),
         given=frozenset(place[node] for node in program.given),
         parts=[inside for inside in sharing if inside.name == "cp"],
     )
