@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ranks")]
@@ -135,10 +136,9 @@ def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
             proof = autoshard.verify(model, (), batch, mesh={mesh: 2}, processes=False, dtype=dtype)
         except Exception:  # processes say what it is
             return None
-        wrong = next((one for one in proof.comparisons if not one.ok), None)
-        if wrong is None:
-            return ("equal", "") if proof.ok else None
-    return "wrong", f"{wrong.kind} {wrong.name} is {wrong.error:.2g} off"
+        if proof.ok:
+            return "equal", ""
+    return None
 
 
 def step_of(name: str, mesh: str) -> tuple[str, str]:
@@ -160,18 +160,25 @@ def step_of(name: str, mesh: str) -> tuple[str, str]:
         if off <= TOLERANCE:
             return "equal", why
         why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
-    return ("random" if _draws(model, batch) else "wrong"), why
+    if _draws(model, batch):
+        return "random", why
+    plain = _plain(model, batch)
+    return ("torch", plain) if plain else ("wrong", why)
 
 
 def _plain(model: nn.Module, batch: dict[str, Any]) -> str:
-    """What torch's own aot_eager says of a step; empty where it runs one."""
+    """What is wrong with a step of torch's own aot_eager; empty where it is as without it."""
     torch._dynamo.reset()
+    serial, ours = copy.deepcopy(model), copy.deepcopy(model)
     try:
-        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-        tiny_models.loss_of(compiled(**batch)).backward()
+        compiled = torch.compile(ours, backend="aot_eager")
+        for run in (serial, compiled):
+            torch.manual_seed(0)
+            tiny_models.loss_of(run(**batch)).backward()
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return ""
+    off, worst = _furthest(_gradients(serial), _gradients(ours))
+    return f"{worst} is {off:.2g} off" if off > TOLERANCE else ""
 
 
 def _draws(model: nn.Module, batch: dict[str, Any]) -> bool:
@@ -186,25 +193,30 @@ def apart(
 ) -> tuple[float, str]:
     """How far the gradients are from the serial ones, as a share of their norm; which most."""
     torch._dynamo.reset()
-    batch = in_dtype(batch, dtype)
-    serial = copy.deepcopy(model).to(dtype)
+    serial, ours = (copy.deepcopy(model).to(dtype) for _ in range(2))
     split = 2 if mesh in ("dp_shard", "ep") else 1
-    parts = [part[1] for part in chunks(((), batch), split)]
-    loss = sum(tiny_models.loss_of(serial(**part)) for part in parts) / split
-    loss.backward()
-    want = {name: p.grad for name, p in serial.named_parameters() if p.grad is not None}
-    ours = copy.deepcopy(model).to(dtype)
+    batches = [part[1] for part in chunks(((), in_dtype(batch, dtype)), split)]
+    # views of one batch would have one version counter: what writes to one would spoil the other
+    parts = pytree.tree_map_only(torch.Tensor, torch.clone, batches)
+    torch.manual_seed(0)
+    sum(tiny_models.loss_of(serial(**part)) / split for part in parts).backward()
     options = {"mesh": {mesh: 2}, "inner": "aot_eager", "timeout": 200}
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     run = torch.compile(ours, backend="autoshard", options=options)
     torch.manual_seed(0)
     tiny_models.loss_of(run(**parts[dist.get_rank() % split])).backward()
-    got = {}
-    for name, p in ours.named_parameters():
-        grad = p.grad
-        if grad is not None:
-            got[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return _furthest(_gradients(serial), _gradients(ours))
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradients of the parameters that have one."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}
+
+
+def _furthest(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """How far all gradients together are off, as a share of their norm, and which most."""
     missing = [name for name in want if name not in got and norm(want[name])]
     if missing:
         return math.inf, f"{missing[0]} has no gradient and"

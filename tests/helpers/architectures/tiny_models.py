@@ -79,21 +79,16 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
                 count = sum(p.numel() for p in draft.make({}).parameters())
             if count > tiny_search.LARGEST:
                 raise ValueError(f"{count:,} parameters are left")
-            torch.manual_seed(0)
-            model = tiny_search.without_dropout(draft.make({}))
+            model = tiny_search.made(draft, {})
             batch = _first_that_runs(model)
-            if _keeps_states(model):
-                torch.manual_seed(0)
-                model = tiny_search.without_dropout(draft.make({}))
-            return model, batch
+            return tiny_search.made(draft, {}) if _keeps_states(model) else model, batch
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
     values, batch, why = _searched(name)
     if why:
         raise ValueError("; ".join([why, *reasons]))
-    torch.manual_seed(0)
     draft = LIBRARIES[library][1](kind, WAYS[0])
-    return tiny_search.without_dropout(draft.make(values)), copy.deepcopy(batch)
+    return tiny_search.made(draft, values), copy.deepcopy(batch)
 
 
 @functools.lru_cache(maxsize=1)

@@ -77,7 +77,8 @@ def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
     raise ValueError(at.said)
 
 
-def _fresh(draft: Draft, values: dict[str, Any]) -> nn.Module:
+def made(draft: Draft, values: dict[str, Any]) -> nn.Module:
+    """The model of these values, in training mode without dropout."""
     torch.manual_seed(0)
     return without_dropout(draft.make(values))
 
@@ -124,7 +125,7 @@ def _run(draft: Draft, one: Try, before: Try | None = None) -> Try:
                 if count > LARGEST:
                     one.reached, one.said = (1, -count), f"{count:,} parameters are left"
                     return one
-                one.model = _fresh(draft, one.values)
+                one.model = made(draft, one.values)
             stage, lines.found = 2, set()
             if one.batch is None:
                 one.batch = _first_batch(one.model)
