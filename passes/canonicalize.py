@@ -23,6 +23,7 @@
   kernels of compilers know no other.
 - A part written into a complex tensor (slice_scatter, select_scatter) becomes cat of what is kept
   and what is written, with a step that of its real form: torch differentiates real ones only.
+- new_empty and empty_like become new_zeros and zeros_like: nobody may rely on what memory held.
 - cat with legacy empty operands (the first step of a Hugging Face cache) becomes cat of the rest.
 
 Not done: an identity that the graph returns directly stays, because the caller may rely on its
@@ -59,6 +60,10 @@ _SAME_SHAPE = (
     aten.squeeze.dim,
     aten.narrow.default,
 )
+_EMPTY = {
+    aten.new_empty.default: aten.new_zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+}
 _PART_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
 _LOOKUPS = (
     aten.embedding.default,
@@ -92,6 +97,9 @@ class Canonicalize(Pass):
                     self._drop(graph, node, same, report)
             elif node.target in _RESHAPES:
                 report.hits += _reshape(node)
+            elif node.target in _EMPTY:
+                node.target = _EMPTY[node.target]
+                report.hits += 1
             elif node.target is aten.cat.default:
                 report.hits += _cat(graph, node)
             elif node.target in _PART_WRITES:

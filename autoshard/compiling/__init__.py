@@ -26,6 +26,7 @@ from autoshard.compiling.debugging import (
     refuse_unsharded,
     settings,
 )
+from autoshard.compiling.glue import symbols
 from autoshard.compiling.inner import check_serving, compile_local, made_ahead
 from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.regions import layer_of, parts_of

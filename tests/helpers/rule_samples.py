@@ -236,6 +236,7 @@ def views() -> Iterator[Sample]:
     yield Sample("aten.tril", (f(4, 6, 6),))
     yield Sample("aten.triu", (f(4, 6, 6), 1))
     yield Sample("aten.repeat", (f(4, 6), [3, 1, 2]))
+    yield Sample("aten.repeat", (f(1, 6), [2, 4, 1]))
     yield Sample("aten.tile", (f(4, 6), [2]))
     yield Sample("aten.repeat_interleave.self_int", (f(4, 6), 3, 0))
     yield Sample("aten.repeat_interleave.self_int", (f(4), 3))
@@ -325,8 +326,8 @@ def indexing() -> Iterator[Sample]:
     yield Sample("aten.index_put", (f(4, 6, 8), [rows], f(8), True))
     yield Sample("aten.index_put", (f(4, 6, 8), [rows, None, rows], f(2, 6)))
     for op in ["new_zeros", "new_ones"]:
-        yield Sample(f"aten.{op}", (f(4, 6), [3]))
-    yield Sample("aten.new_full", (f(4, 6), [3], 2.0))
+        yield Sample(f"aten.{op}", (f(4, 6), [4, 6, 2]))
+    yield Sample("aten.new_full", (f(4, 6), [3, 6], 2.0))
 
 
 def layers() -> Iterator[Sample]:

@@ -142,15 +142,18 @@ class _Splitting:
         """A strategy of a node that reads rows of values that were made whole (rows of a table by
         the positions of each sample), from copies of these that are made in rows."""
         for strategy in offered:
-            given = dict.fromkeys(zip(operands(node), strategy.inputs))
-            made = {one: self._as(one, want) for one, want in given if not strategy.traffic}
-            # a value that is read twice, each time in another state, would need two copies
-            if made and None not in made.values() and len(made) == len(given):
-                for one, copy in made.items():
-                    if copy is not None and copy is not one:
-                        node.replace_input_with(one, copy)
+            if (made := self._operands_as(node, strategy)) is not None:
+                _read_instead(node, made)
                 return strategy
         return None
+
+    def _operands_as(self, node: fx.Node, strategy: Strategy) -> dict[fx.Node, fx.Node] | None:
+        """What a strategy reads instead of each operand; None where one cannot be had so. What is
+        read twice, each time in another state, would need two copies."""
+        given = dict.fromkeys(zip(operands(node), strategy.inputs))
+        made = {} if strategy.traffic else {one: self._as(one, want) for one, want in given}
+        found = {one: copy for one, copy in made.items() if copy is not None}
+        return found if found and len(found) == len(given) else None
 
     def _as(self, operand: fx.Node, want: State) -> fx.Node | None:
         """A value in a state: itself, or a copy made by another strategy; None where none is."""
@@ -159,17 +162,12 @@ class _Splitting:
         if operand not in self.own or operand.op != "call_function" or shard_dim(want) is None:
             return None
         for strategy in strategies(operand, self.n)[0] if _whole(self._state(operand)) else ():
-            if strategy.output != want or strategy.traffic:
-                continue
-            given = dict.fromkeys(zip(operands(operand), strategy.inputs))
-            made = {one: self._as(one, state) for one, state in given}
-            if None in made.values() or len(made) < len(given):
+            made = self._operands_as(operand, strategy) if strategy.output == want else None
+            if made is None:
                 continue
             with operand.graph.inserting_after(operand):
                 copy = operand.graph.node_copy(operand, lambda one: one)
-            for one, other in made.items():
-                if other is not None and other is not one:
-                    copy.replace_input_with(one, other)
+            _read_instead(copy, made)
             self.own.add(copy)
             self.chosen[copy] = strategy
             return copy
@@ -191,9 +189,15 @@ class _Splitting:
         return [f"{operand.name} {self._state(operand)}" for operand in operands(node)]
 
 
+def _read_instead(node: fx.Node, others: Mapping[fx.Node, fx.Node]) -> None:
+    for one, other in others.items():
+        if other is not one:
+            node.replace_input_with(one, other)
+
+
 def _expands(node: fx.Node, strategy: Strategy) -> int:
-    """1 where a value without samples (a class token) is expanded to those of the batch."""
-    if node.target is not torch.ops.aten.expand.default or not isinstance(strategy.output, str):
+    """1 where a value without samples (a class token) is made for those of the batch."""
+    if packet(node) not in (aten.expand, aten.repeat) or not isinstance(strategy.output, str):
         return 0
     return int(shard_dim(strategy.output) == 0 and _whole(strategy.inputs[0]))
 
@@ -245,11 +249,7 @@ def sum_over_tokens(gm: fx.GraphModule, ranks: Sequence[Axis] = ()) -> int:
 
 
 def without_broadcasts(gm: fx.GraphModule) -> None:
-    """Replace the lists of broadcast tensors in a serial graph (of `mse_loss`) by their entries;
-    repeats of dims of one entry, by an expand, which a micro-batch makes at its own size; and what
-    is made of a value's dtype alone (`new_zeros`), by what is made of nothing."""
-    _without_repeats(gm.graph)
-    _without_factories(gm.graph)
+    """Replace the lists of broadcast tensors in a serial graph (of `mse_loss`) by their entries."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
         for item in list(node.users):
             source = node.args[0][item.args[1]]
@@ -262,36 +262,6 @@ def without_broadcasts(gm: fx.GraphModule) -> None:
             item.replace_all_uses_with(source)
             gm.graph.erase_node(item)
         gm.graph.erase_node(node)
-
-
-def _without_repeats(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="call_function", target=aten.repeat.default):
-        source: Any = node.args[0]
-        sizes, times = list(value(source).shape), list(node.args[1])  # type: ignore[arg-type]
-        sizes = [1] * (len(times) - len(sizes)) + sizes
-        if any(size != 1 and count != 1 for size, count in zip(sizes, times)):
-            continue
-        arguments = (source, list(value(node).shape))
-        with graph.inserting_before(node):
-            wide = emit(graph, node, aten.expand.default, arguments, provenance=_NAME)
-            dense = {"memory_format": torch.contiguous_format}
-            made = emit(graph, node, aten.clone.default, (wide,), dense, provenance=_NAME)
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
-
-
-def _without_factories(graph: fx.Graph) -> None:
-    for name, entries in (("new_zeros", 0), ("new_empty", 0), ("new_ones", 1), ("new_full", None)):
-        for node in graph.find_nodes(op="call_function", target=getattr(aten, name).default):
-            size, *rest = node.args[1:]
-            arguments = (size, *rest) if entries is None else (size, entries)
-            of = {"dtype": value(node).dtype, "device": value(node).device}
-            with graph.inserting_before(node):
-                made = emit(graph, node, aten.full.default, arguments, of, provenance=_NAME)
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten.empty_like.default):
-        node.target = aten.zeros_like.default
 
 
 def with_rows(gm: fx.GraphModule, node: fx.Node, samples: int) -> fx.Node:

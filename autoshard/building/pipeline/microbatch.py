@@ -23,6 +23,7 @@ from autoshard.building.pipeline.batch_split import (
     sum_over_tokens,
     without_broadcasts,
 )
+from autoshard.compiling import symbols
 from autoshard.errors import CaptureError
 from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, is_loss, operands, reached, tensor_bytes, value
@@ -232,6 +233,14 @@ class _Core:
         last = self.graph.output(())
         for node in self.serial.graph.nodes:
             if node in live and node.op == "call_function":
+                if symbols(node.meta.get("val")):
+                    raise CaptureError(
+                        f"a size of {node.name} is not known before the call, and pp cuts a graph "
+                        "of fixed sizes",
+                        where=source_line(node.meta.get("stack_trace")),
+                        remedy="Compute it outside of the compiled model, or leave pp out of the "
+                        "mesh.",
+                    )
                 with self.graph.inserting_before(last):
                     self._operator(node)
         last.args = (tuple(self.made[node] for node in results),)

@@ -177,9 +177,15 @@ def advanced_written(call: OpCall) -> Iterator[Strategy]:
 
 
 def metadata_read(call: OpCall) -> Iterator[Strategy]:
-    """new_zeros and the like look at dtype and device only: a shard serves as well."""
-    (tensor,) = call.given("self")
-    for d in call.split_dims(tensor.shape):
+    """new_zeros and the like look at dtype and device only: a shard serves as well, and what they
+    make has its local size."""
+    (tensor,), result = call.given("self"), call.result
+    split = list(call.split_dims(tensor.shape))
+    for d in split:
         yield call.strategy({"self": S(d)}, I)
+    for e in call.split_dims(result.shape):
+        yield call.strategy({}, S(e))
+        if e in split:
+            yield call.strategy({"self": S(e)}, S(e))
     if differentiable(tensor):
         yield call.strategy({"self": P}, I)

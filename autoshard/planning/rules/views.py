@@ -224,13 +224,22 @@ def sliced(call: OpCall) -> Iterator[Pair]:
     return (Pair(d, d) for d in range(rank) if d != dim or whole)
 
 
-def repeated(call: OpCall) -> Iterator[Pair]:
+def repeated_once(call: OpCall) -> Iterator[Pair]:
     """repeat, tile: the dims repeated once."""
     rank = _rank(call)
     times = list(call.get("repeats") or call.get("dims"))
     times = [1] * (rank - len(times)) + times
     shift = len(times) - rank
     return (Pair(d, d + shift) for d in range(rank) if times[d + shift] == 1)
+
+
+def repeated(call: OpCall) -> Iterator[Strategy]:
+    """repeat: the dims repeated once; one that is new, or of one entry, is made at its local
+    size."""
+    yield from along(repeated_once)(call)
+    for e, (times, size) in enumerate(zip(call["repeats"], call.result.shape)):
+        if same(times, size) and call.fits(size, f"{call.op}: dim {e}"):
+            yield call.strategy({}, S(e))
 
 
 def repeat_interleaved(call: OpCall) -> Iterator[Pair]:
@@ -293,6 +302,9 @@ _SIZES = {
     "aten.expand_copy": 1,
     "aten.reshape_copy": 1,
     "aten._reshape_alias": 1,
+    "aten.new_zeros": 1,
+    "aten.new_ones": 1,
+    "aten.new_full": 1,
 }
 
 
@@ -307,6 +319,9 @@ def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
     name = str(target.overloadpacket)
     if name in _SIZES and target._overloadname != "dtype":
         return _SIZES[name], dim
+    if name == "aten.repeat":  # the times of a dim that has one entry are its size
+        times, size = node.args[1][dim], value(node).shape[dim]  # type: ignore[index]
+        return (1, dim) if same(times, size) else None
     if name == "aten.unflatten":
         first = node.args[1] % value(node.all_input_nodes[0]).dim()
         if first <= dim < first + len(node.args[2]):  # type: ignore[arg-type]
