@@ -3,6 +3,7 @@ gradients, transfers and the order of actions, against the serial model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,32 @@ def test_a_batch_whose_samples_are_joined_is_one_microbatch() -> None:
     torch.testing.assert_close(found["loss"], loss.detach())
     wanted = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(found["gradients"], wanted)
+
+
+class Few(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1"])
+def test_the_last_stages_of_a_graph_of_few_operators_have_none(
+    schedule: str, tmp_path: Path
+) -> None:
+    model, x = Few(), torch.randn(4, 8)
+    graph = graph_of(model, (x,))
+    program = cut(graph, 8, pipeline={"schedule": schedule})
+    found = run(program, [item.real for item in graph[2]], "aot_eager")
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(found["loss"], loss.detach())
+    torch.testing.assert_close(found["gradients"]["up.weight"], model.up.weight.grad)
+    program.saved.save(tmp_path / "plan.json")
+    again = cut(graph, 8, plan=str(tmp_path / "plan.json"))
+    assert again.stage_lines() == program.stage_lines()
 
 
 def test_microbatches_draw_what_the_batch_draws() -> None:

@@ -78,8 +78,7 @@ def plan_stages(
     kept: by rank, the most micro-batches of which each of its stages keeps the activations. stored:
     the home of parameters that are stored already. shards: by axis, ranks among which parameters
     are split between calls. cuts: the first operator of each stage but the first, where a plan says
-    so. Raises ConfigError for a graph of fewer operators than stages, and PlanError where no cut
-    fits the budget, or that of the plan is none.
+    so. Raises PlanError where no cut fits the budget, or that of the plan is none.
     """
     shared, nodes = of_shared_values(microbatch), microbatch.local.graph.nodes
     operators = [n for n in nodes if n.op == "call_function" and n not in shared]
@@ -92,12 +91,7 @@ def plan_stages(
         ends = [0, *cheap_places(sizes, MOST_UNITS), len(operators)]
     else:
         ends = _asked(operators, free, cuts, stages)
-    if len(ends) - 1 < stages:
-        raise ConfigError(
-            f"the mesh has pp={ranks}, of {stages} stages, and the graph can be cut into "
-            f"{len(ends) - 1}",
-            remedy="Give pp fewer ranks.",
-        )
+    ends += [len(operators)] * (stages + 1 - len(ends))  # the last of few operators have none
     known = [stored.get(node) for node in microbatch.parameters]
     allowed = [h if h is None else frozenset(range(h, stages, ranks)) for h in known]
     chain = _chain(microbatch, operators, sent, ends, machine, allowed, shards)
@@ -134,7 +128,7 @@ def plan_stages(
         cut=found,
         stage_seconds=[sum(chain.seconds[a:b]) for a, b in zip(starts, starts[1:])],
         sent_bytes=[sum(tensor_bytes(value(n)) for n in stage.sent) for stage in made[:-1]],
-        firsts=[run[0].name for run in runs[1:]],
+        firsts=[run[0].name for run in runs[1:] if run],
     )
 
 
@@ -149,10 +143,10 @@ def _asked(
                 f"the plan begins a stage at {name!r}, before which the graph cannot be cut, or "
                 "which it does not have. Correct the name, or delete the entry of the graph."
             )
-    found = [place[name] for name in cuts]
-    if len(found) != stages - 1 or found != sorted(set(found)):
+    found, begun = [place[name] for name in cuts], min(stages - 1, len(free))
+    if len(found) != begun or found != sorted(set(found)):
         raise PlanError(
-            f"the plan begins stages at {', '.join(cuts)}: not {stages - 1} operators in the order "
+            f"the plan begins stages at {', '.join(cuts)}: not {begun} operators in the order "
             "of the graph. Correct the list, or delete the entry of the graph."
         )
     return [0, *found, len(operators)]
