@@ -194,19 +194,27 @@ def _of_timm(module: str, how: str) -> Draft:
     """The smallest model of a module, by its name."""
     import timm
 
-    if how == "heads":
-        raise ValueError("heads are as wide as the family has them")
     sizes = ("atto", "femto", "pico", "nano", "tiny", "mini", "xxs", "xs", "small", "_s", "0")
     every = timm.list_models(module=module)
     name = next((one for size in sizes for one in every if size in one), every[0])
-    sized = {"img_size": 64} if how == "widths" else {}
+    with torch.device("meta"):
+        takes = inspect.signature(type(timm.create_model(name)).__init__).parameters
+    sized: dict[str, Any] = {"img_size": 64} if "img_size" in takes and how != "counts" else {}
+    if how == "widths":  # of its constructor, what counts layers
+        sized |= {
+            key: [1] * 4
+            if one.default is one.empty
+            else _smaller(key, one.default, 1.0, "counts", None)
+            for key, one in takes.items()
+            if _LAYERS.search(key) or key == "depths"
+        }
 
     def make(values: dict[str, Any]) -> nn.Module:
         kept = {key: value for key, value in {**sized, **values}.items() if value is not None}
         made: nn.Module = timm.create_model(name, num_classes=8, **kept)
         return made
 
-    return Draft({"img_size": None}, sized, make)
+    return Draft({key: None for key in sized or ("img_size",)}, sized, make)
 
 
 def _diffusers_kinds() -> list[str]:
