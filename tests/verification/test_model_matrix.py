@@ -65,11 +65,11 @@ def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_matrix.by_threads("", "pp") is None  # for processes to say
     split = program_check.split
     monkeypatch.setattr(program_check, "split", lambda x, *at: split(x * 1.01, *at))
-    said, why = model_matrix.by_threads("", "tp") or ("", "")
-    assert said == "wrong" and why.endswith("off")
+    assert model_matrix.by_threads("", "tp") is None  # processes say how far
     assert "| transformers | tp=2 | 1 | 0 | 1 | 0 | 0 | 0 |" in model_matrix.table(
         [
             {"model": "transformers:a", "mesh": "tp", "said": "equal", "why": ""},
             {"model": "transformers:b", "mesh": "tp", "said": "wrong", "why": "weight is 3 off"},
-        ]
+        ],
+        2,
     )
