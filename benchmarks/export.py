@@ -31,8 +31,8 @@ import torch
 
 from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.spec import EngineSpec
-from autoshard.export.to_tensorrt.build import build
-from autoshard.export.to_tensorrt.engine import builder_module, checked_network
+from autoshard.export.to_tensorrt.build import build, checked_network
+from autoshard.export.to_tensorrt.engine import builder_module
 from autoshard.export.weight_source import WeightSource
 
 PAGE = resource.getpagesize()
@@ -100,7 +100,7 @@ def measure(layers: int, width: int, vocab: int, tp: int, dtype: torch.dtype) ->
     plan = step("plan", lambda: plan_inference(model, spec))
     graph = step("graph", lambda: plan.rank_graph(0))
     weights = step("weights", lambda: read_weights(source, graph))
-    network = step("convert", lambda: checked_network(trt, graph, weights)[0])
+    network = step("convert", lambda: checked_network(trt, graph, weights))
 
     def write() -> int:
         with tempfile.TemporaryFile() as file:

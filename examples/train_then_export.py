@@ -86,7 +86,7 @@ def generated(model: nn.Module) -> str:
     if not found:
         return ""
     axis = Axis("tp", 2, dist.get_rank(), group.group_name)
-    engine = cpu_engine(*found[0], axis, group)
+    engine = cpu_engine(found[0], axis, group)
     prompt = [LETTERS.index(letter) for letter in PROMPT]
     (answer,) = engine.generate([prompt], 40)
     return "".join(LETTERS[token] if token < len(LETTERS) else "?" for token in answer)

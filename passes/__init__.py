@@ -40,6 +40,7 @@ from autoshard.passes.lib.bucketing import (
     start_of,
     waits_of,
 )
+from autoshard.passes.lib.layouts import permutation
 from autoshard.passes.localize import Localize, Rewriting
 from autoshard.passes.match_experts import MatchExperts, MixtureFound
 from autoshard.passes.pipeline import (

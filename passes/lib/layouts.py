@@ -63,7 +63,7 @@ def below(node: fx.Node, layout: Arrangement) -> Arrangement | None:
         return layout
     if kind in _REGROUPS:
         return _regrouped(layout, node.meta["val"].shape)
-    order = _order(node, len(layout))
+    order = permutation(node)
     return None if order is None else tuple(layout[dim] for dim in order)
 
 
@@ -74,7 +74,7 @@ def above(node: fx.Node, layout: Arrangement) -> Arrangement | None:
         return layout
     if kind in _REGROUPS:
         return _regrouped(layout, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    order = _order(node, len(layout))
+    order = permutation(node)
     return None if order is None else tuple(layout[order.index(dim)] for dim in range(len(order)))
 
 
@@ -130,18 +130,20 @@ def _regrouped(layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
     return tuple(found) if not atoms else None
 
 
-def _order(node: fx.Node, dims: int) -> list[int] | None:
+def permutation(node: fx.Node) -> list[int] | None:
     """The dims of its operand, as a permutation has them; None: it is none."""
     kind, args = getattr(node.target, "overloadpacket", None), node.args[1:]
-    order = list(range(dims))
+    if kind not in (aten.permute, aten.transpose, aten.t, aten.numpy_T):
+        return None
+    order = list(range(node.meta["val"].dim()))
     if kind is aten.permute:
         given: Any = args[0]
-        return [dim % dims for dim in given]
-    if kind is aten.transpose or (kind is aten.t and dims == 2):
+        return [dim % len(order) for dim in given]
+    if kind is aten.transpose or len(order) == 2:
         a, b = args if args else (0, 1)
         order[a], order[b] = order[b], order[a]  # type: ignore[index]
         return order
-    return None
+    return order[::-1] if kind is aten.numpy_T else None
 
 
 def _without_ones(layout: Arrangement) -> Arrangement:

@@ -13,9 +13,8 @@ import engine_cases as cases
 import torch_tensorrt_cpu as other
 from autoshard import backend
 from autoshard.export.rank_graph.graph import RankGraph
-from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter, Recorded, Spy
+from autoshard.export.to_tensorrt.build import Network, Recorded, checked_network
+from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.mesh import init_mesh
@@ -28,11 +27,11 @@ if reason := other.unavailable():
 MESH = {"tp": 2}
 
 
-def kinds(network: Network, spy: Spy) -> Counter[str]:
+def kinds(network: Network) -> Counter[str]:
     """How many layers of each kind a network has, attention as one."""
     definition = network.definition
     found = [definition.get_layer(i).type.name for i in range(definition.num_layers)]
-    return Counter(found) + Counter(["ATTENTION"] * len(spy.attentions))
+    return Counter(found) + Counter(["ATTENTION"] * len(definition.attentions))
 
 
 def ports(network: Network) -> list[tuple[str, tuple[int, ...]]]:
@@ -42,9 +41,9 @@ def ports(network: Network) -> list[tuple[str, tuple[int, ...]]]:
     return [(str(tensor.dtype), tuple(tensor.shape)) for tensor in found]
 
 
-def called(network: Network, spy: Spy, axis: Axis) -> Callable[..., tuple[torch.Tensor, ...]]:
+def called(network: Network, axis: Axis) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A network as a function of its inputs in order."""
-    run = NetworkInterpreter(network, spy, axis)
+    run = NetworkInterpreter(network, axis)
     names = [tensor.name for tensor in run.inputs]
     return lambda *args: tuple(run(dict(zip(names, args, strict=True))).values())
 
@@ -73,17 +72,17 @@ def test_it_makes_the_network_we_make(name: str, monkeypatch: pytest.MonkeyPatch
     theirs = [other.of_rank_graph(graph, held) for (graph, _), held in zip(graphs, given)]
     ours = [checked_network(trt, *one) for one in graphs]
     for one, two in zip(ours, theirs):
-        assert ports(one[0]) == ports(two[0])
+        assert ports(one) == ports(two)
         for kind in ("MATRIX_MULTIPLY", "ATTENTION", "DIST_COLLECTIVE", "TOPK", "SOFTMAX"):
-            assert kinds(*one)[kind] == kinds(*two)[kind], kind
-        mine = [recorded.arguments for recorded in one[1].collectives]
+            assert kinds(one)[kind] == kinds(two)[kind], kind
+        mine = [recorded.arguments for recorded in one.definition.collectives]
         assert len(mine) > 4 and {groups for *_, groups, _ in mine} == {None}
         # we name no group, which is all ranks; it names them all
         everybody = [(*rest, [0, 1], ranks) for *rest, _, ranks in mine]
-        assert [said(recorded) for recorded in two[1].collectives] == everybody
+        assert [said(recorded) for recorded in two.definition.collectives] == everybody
 
     def work(axis: Axis) -> list[torch.Tensor]:
-        call, held = called(*theirs[axis.rank], axis), given[axis.rank]
+        call, held = called(theirs[axis.rank], axis), given[axis.rank]
         weights = [held[target] for target in targets(graphs[axis.rank][0])[1:]]
         return [call(feed["input_ids"], *weights)[0] for feed in feeds]
 
@@ -104,10 +103,10 @@ def served() -> dict[str, Any]:
     axis = init_mesh(MESH, "cpu").axis("tp")
     recorded: list[Any] = []
 
-    def run(network: Network, spy: Spy) -> Callable[..., tuple[torch.Tensor, ...]]:
-        recorded.append([said(one) for one in spy.collectives])
-        recorded.append(kinds(network, spy))
-        return called(network, spy, axis)
+    def run(network: Network) -> Callable[..., tuple[torch.Tensor, ...]]:
+        recorded.append([said(one) for one in network.definition.collectives])
+        recorded.append(kinds(network))
+        return called(network, axis)
 
     model, ids = cases.make("llama", num_hidden_layers=1), torch.arange(16).view(2, 8)
     mask = torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0)

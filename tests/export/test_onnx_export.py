@@ -44,7 +44,7 @@ def test_onnx_says_what_the_model_says_and_what_the_network_says() -> None:
         pytest.skip("tensorrt_rtx is not installed: nothing to compare with beside the model")
     import tensorrt_rtx as trt
 
-    from autoshard.export.to_tensorrt.engine import checked_network
+    from autoshard.export.to_tensorrt.build import checked_network
     from network_runs import interpret
 
     networks = [checked_network(trt, *cases.rank("llama", 2, r, length=64)) for r in range(2)]
@@ -53,7 +53,7 @@ def test_onnx_says_what_the_model_says_and_what_the_network_says() -> None:
         for left, right in zip(one, other):
             assert left.keys() == right.keys()
             assert cases.error(list(left.values()), [right[name] for name in left]) < 1e-5
-    recorded = [one.arguments for one in networks[0][1].collectives]
+    recorded = [one.arguments for one in networks[0].definition.collectives]
     in_file = [(o.upper(), r.upper(), root, None, n) for o, r, root, n in collectives_of(made[0])]
     assert in_file == recorded
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,22 @@ import torch
 import engine_cases as cases
 from autoshard.export import ExportError
 from autoshard.export.to_tensorrt import generate
-from autoshard.export.to_tensorrt.build import Network, build, check_capabilities, make_network
+from autoshard.export.to_tensorrt.build import (
+    Network,
+    Spy,
+    build,
+    check_capabilities,
+    check_collectives,
+    checked_network,
+    make_network,
+)
 from autoshard.export.to_tensorrt.converters import products
-from autoshard.export.to_tensorrt.engine import checked_network
-from autoshard.export.to_tensorrt.interpreter import Spy, check_collectives
 from network_runs import interpret
 
 trt = pytest.importorskip("tensorrt_rtx")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-Ranks = list[tuple[Network, Spy]]
+Ranks = list[Network]
 
 
 def networks(name: str, tp: int, dtype: torch.dtype, length: int | None) -> Ranks:
@@ -38,7 +46,7 @@ def difference(ranks: Ranks, name: str, length: int | None) -> float:
 def check(name: str, tp: int, dtype: torch.dtype, length: int | None) -> None:
     ranks = networks(name, tp, dtype, length)
     assert difference(ranks, name, length) < cases.TOLERANCE[dtype]
-    network = ranks[-1][0]
+    network = ranks[-1]
     levels = check_capabilities(trt, ["8.9", "SM120"], network.lowering.graph)
     file = io.BytesIO()
     build(network, file, levels)
@@ -53,7 +61,7 @@ def test_a_network_says_what_the_model_says_and_builds() -> None:
 
 
 def test_a_full_disk_is_told_as_one() -> None:
-    ((network, _), _) = networks("llama", 2, torch.float16, cases.LENGTH)
+    network, _ = networks("llama", 2, torch.float16, cases.LENGTH)
     full = Path("/dev/full").open("wb", buffering=0)
     with full, pytest.raises(OSError, match="No space"):
         build(network, full)
@@ -88,9 +96,11 @@ def test_every_model_decodes_what_it_decodes_unsharded(name: str, tp: int) -> No
 
 
 def test_collectives_are_recorded_as_they_were_made() -> None:
-    ((_, first), (_, second)) = networks("llama", 2, torch.float32, cases.LENGTH)
-    made = [recorded.arguments for recorded in first.collectives]
-    assert made == [recorded.arguments for recorded in second.collectives]
+    made, second = (
+        [recorded.arguments for recorded in network.definition.collectives]
+        for network in networks("llama", 2, torch.float32, cases.LENGTH)
+    )
+    assert made == second
     assert ("ALL_REDUCE", "SUM", -1, None, 2) in made
     assert set(made) <= {("ALL_REDUCE", "SUM", -1, None, 2), ("ALL_GATHER", "NONE", -1, None, 2)}
 
@@ -143,16 +153,8 @@ class Deaf:
 
 
 def planted(fault: str) -> Ranks:
-    ranks: Ranks = []
-    for rank in range(2):
-        spies: list[Spy] = []
-
-        def spied(definition: Any, spies: list[Spy] = spies) -> Spy:
-            spies.append(Faulty(definition, fault))
-            return spies[0]
-
-        ranks.append((make_network(trt, *cases.rank("llama", 2, rank), spied), spies[0]))
-    return ranks
+    spy: Any = functools.partial(Faulty, fault=fault)
+    return [make_network(trt, *cases.rank("llama", 2, rank), spy) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +179,7 @@ def test_a_planted_fault_is_noticed(
 
         monkeypatch.setattr(products, "elementwise", without)
     ranks = planted(fault)
-    if said is None:
-        check_collectives(ranks[0][1], cases.rank("llama", 2, 0)[0])
-    else:
-        with pytest.raises(ExportError, match=said):
-            check_collectives(ranks[0][1], cases.rank("llama", 2, 0)[0])
+    with contextlib.nullcontext() if said is None else pytest.raises(ExportError, match=said):
+        check_collectives(ranks[0].definition, cases.rank("llama", 2, 0)[0])
     found = difference(ranks, "llama", None)
     assert found > 1e-2 if fault else found < 1e-5

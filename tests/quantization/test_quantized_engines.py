@@ -49,7 +49,7 @@ def test_ranks_say_what_transformers_says(name: str, kind: str, tp: int, tmp_pat
     model, call = small(name), FAMILIES[name].call(2, 8)
     sizes = {"batch": (1, 2, 4), "sequence": (1, 8, 16)}
     ranks = networks(model, EngineSpec(mesh={"tp": tp}, dynamic=sizes, quantize=kind))
-    definition = ranks[0][0].definition
+    definition = ranks[0].definition
     layers = [definition.get_layer(i) for i in range(definition.num_layers)]
     types = [one.get_input(0).dtype.name for one in layers if one.type.name == "DEQUANTIZE"]
     wanted = {"int8": "INT8", "int4": "INT4"}.get(kind, "FP8")

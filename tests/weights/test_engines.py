@@ -18,8 +18,8 @@ from autoshard.export import ExportError
 from autoshard.export.rank_graph import configuration, read_weights
 from autoshard.export.rank_graph.graph import QuantizedForm
 from autoshard.export.to_tensorrt import cpu_engine
-from autoshard.export.to_tensorrt.build import mark_refittable
-from autoshard.export.to_tensorrt.engine import Engines, checked_network
+from autoshard.export.to_tensorrt.build import checked_network, mark_refittable
+from autoshard.export.to_tensorrt.engine import Engines
 from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.engine import Engine, TensorRT
 from autoshard.weights import Sender
@@ -62,9 +62,9 @@ def test_a_refitted_engine_is_one_that_is_exported_again(name: str) -> None:
     """Every constant of every rank's network, to the bit; and TensorRT has each parameter by its
     name, as one that can be refitted."""
     made = exported(name, cases.model(name))
-    before = [{n: t.clone() for n, t in network.lowering.constants.items()} for network, _ in made]
-    engines = [cpu_engine(network, spy) for network, spy in made]
-    for network, _ in made:
+    before = [{n: t.clone() for n, t in network.lowering.constants.items()} for network in made]
+    engines = [cpu_engine(network) for network in made]
+    for network in made:
         mark_refittable(network, network.builder.create_builder_config())
         named = network.lowering.weights
         assert named.keys() == {one.name for one in network.lowering.graph.weights.values()}
@@ -77,7 +77,7 @@ def test_a_refitted_engine_is_one_that_is_exported_again(name: str) -> None:
         return weights.receive(engines[link.rank - 2], link).wait()
 
     reports = checked(ranks(4, run))
-    for (network, _), engine, old in zip(exported(name, model), engines, before, strict=True):
+    for network, engine, old in zip(exported(name, model), engines, before, strict=True):
         execute: Any = engine.execute
         new = network.lowering.constants
         assert execute.constants.keys() == new.keys()
@@ -88,9 +88,9 @@ def test_a_refitted_engine_is_one_that_is_exported_again(name: str) -> None:
     assert [report.received for report in reports[2:]] == sizes  # in float16
 
 
-def described(network: Any, spy: Any) -> dict[str, Any]:
+def described(network: Any) -> dict[str, Any]:
     """The config.json of a refittable directory, of which one rank is loaded."""
-    table = cpu_engine(network, spy).new_weights()[0].table
+    table = cpu_engine(network).new_weights()[0].table
     ranks_ = [{"file": "", "sha256": "", "weights": table}] * 2
     builder = {"module": "tensorrt", "version": "1", "compute_capabilities": []}
     ports = configuration(network.lowering.graph, F16)
@@ -104,10 +104,10 @@ def test_the_runner_hands_tensorrt_what_a_new_engine_would_have(
     when it is refitted, and before all has arrived nothing of it changes."""
     monkeypatch.setitem(sys.modules, "tensorrt", StandIn)
     model = trained("llama")
-    network, spy = exported("llama", cases.model("llama"))[1]
+    network = exported("llama", cases.model("llama"))[1]
     held = {n: network.lowering.constants[at] for n, at in network.lowering.weights.items()}
     monkeypatch.setattr(StandIn, "weights", {n: value.clone() for n, value in held.items()})
-    config = described(network, spy)
+    config = described(network)
     engine = Engine(config, TensorRT(config, b"whole", None, rank=1))
 
     def run(link: Any) -> Any:
@@ -120,7 +120,7 @@ def test_the_runner_hands_tensorrt_what_a_new_engine_would_have(
         return update.wait()
 
     checked(ranks(3, run))
-    again, _ = exported("llama", model)[1]
+    again = exported("llama", model)[1]
     for name, at in again.lowering.weights.items():
         assert torch.equal(StandIn.weights[name], again.lowering.constants[at]), name
     # an engine that has another weight beside them refuses before anything travels

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.export.decoder.probing import MOVES, SWAPS, evaluate, moved, parameter_of, sources
+from autoshard.export.decoder.probing import (
+    MOVES,
+    SWAPS,
+    close,
+    evaluate,
+    moved,
+    parameter_of,
+    sources,
+)
 from autoshard.export.decoder.structure import Linear, Norm
-from autoshard.export.errors import export_error
+from autoshard.export.errors import ExportError, export_error
 from autoshard.export.serial_graph import ModelGraph
 from autoshard.planning import arguments
 
@@ -36,7 +44,7 @@ def read_norm(graph: ModelGraph, node: fx.Node) -> tuple[Norm, fx.Node, tuple[fx
         found = _norm_weight(graph, weight)
         if found is None or not isinstance(scaled, fx.Node):
             continue
-        rms = _rms(moved(scaled))
+        rms = _rms(graph, moved(scaled))
         if rms is not None:
             placeholder, zero_centred, uses = found
             norm = Norm(
@@ -90,50 +98,25 @@ def _norm_weight(
     return None
 
 
-def _rms(node: object) -> tuple[fx.Node, float] | None:
-    """(x, eps) of x * rsqrt(mean(x * x) + eps), however it is spelled."""
-    if not isinstance(node, fx.Node) or len(node.args) < 2:
+def _rms(graph: ModelGraph, node: object) -> tuple[fx.Node, float] | None:
+    """(x, eps) of x * rsqrt(mean(x * x) + eps), however it is spelled: told by its values."""
+    if not isinstance(node, fx.Node) or node.target not in (aten.div.Tensor, aten.mul.Tensor):
         return None
-    left, right = node.args[:2]
-    if node.target is aten.div.Tensor:
-        pairs = [(left, _root(right, (aten.sqrt.default,)))]
-    elif node.target is aten.mul.Tensor:
-        roots = (aten.rsqrt.default,)
-        pairs = [(left, _root(right, roots)), (right, _root(left, roots))]
-    else:
-        return None
-    for x, mean in pairs:
-        if mean is None or not isinstance(x, fx.Node):
+    for x in node.all_input_nodes:
+        shape = x.meta["val"].shape
+        values = torch.linspace(0.5, 1.5, shape.numel(), dtype=torch.float64).view(shape)
+        small = torch.full_like(values, 2**-10)  # an eps of 1e-12 counts beside its square
+        try:
+            scaled, result = (evaluate(graph, node, {x: given}) for given in (small, values))
+        except ExportError:  # it reads something else
             continue
-        for square, eps in (mean.args[:2], reversed(mean.args[:2])):
-            if isinstance(eps, float) and _is_mean_square(square, x):
-                source = moved(x)
-                assert isinstance(source, fx.Node)
-                return source, eps
+        eps = float(f"{((small / scaled).square() - small.square()).flatten()[0]:.8g}")
+        expected = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        if eps > 0 and close(result, expected, 1e-9):
+            source = moved(x)
+            assert isinstance(source, fx.Node)
+            return source, eps
     return None
-
-
-def _root(node: object, roots: tuple[object, ...]) -> fx.Node | None:
-    """The sum under a root, or under a power of -0.5."""
-    if not isinstance(node, fx.Node):
-        return None
-    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
-    inner = node.args[0] if node.target in roots or power else None
-    adds = (aten.add.Tensor, aten.add.Scalar)
-    return inner if isinstance(inner, fx.Node) and inner.target in adds else None
-
-
-def _is_mean_square(node: object, x: fx.Node) -> bool:
-    if not isinstance(node, fx.Node) or node.target is not aten.mean.dim:
-        return False
-    square, dims = node.args[:2]
-    if not isinstance(square, fx.Node) or dims not in ([-1], [x.meta["val"].dim() - 1]):
-        return False
-    if square.target is aten.pow.Tensor_Scalar:
-        return square.args == (x, 2)
-    if square.target is aten.square.default:
-        return square.args == (x,)
-    return square.target is aten.mul.Tensor and square.args == (x, x)
 
 
 ATTENTION = aten.scaled_dot_product_attention.default

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
 from autoshard.export.decoder.anchors import Anchors, AttentionSite
-from autoshard.export.decoder.probing import evaluate, sources
-from autoshard.export.decoder.rotary import rotation
+from autoshard.export.decoder.probing import close, evaluate, sources
 from autoshard.export.decoder.structure import Attention, Linear, Norm, Rotary
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
@@ -169,7 +169,7 @@ class _Attention:
             return run(spread)[0] / factors
 
         precision = self._precision(operand)
-        turns = None if still else rotation(rotated, len(head), precision)
+        turns = None if still else _rotation(rotated, len(head), precision)
         uniform = None if turns is None else turned_factors[: turns[1]]
         if (
             turns is None
@@ -245,3 +245,35 @@ def _same(left: Rotary | None, right: Rotary | None) -> bool:
     same = (left.dim, left.interleaved) == (right.dim, right.interleaved)
     alike = math.isclose(left.magnitude, right.magnitude, rel_tol=1e-6)
     return same and alike and torch.allclose(left.angles, right.angles, rtol=1e-6, atol=0)
+
+
+def _rotation(
+    rotated: Callable[[Tensor], Tensor], head_dim: int, precision: float = 0.0
+) -> tuple[Tensor, int, bool] | None:
+    """(angles at position 1, dims that turn, whether pairs are neighbours) of `rotated`.
+
+    rotated: [head_dim] of an unrotated head -> [positions, head_dim]. precision: relative, of its
+    tables. None: it is no such rotation.
+    """
+    tolerance = max(1e-5, 4 * precision)
+    ones = torch.ones(head_dim, dtype=torch.float64)
+    other = torch.linspace(-1, 1, head_dim, dtype=torch.float64).square() + 0.25
+    of_ones, of_other = rotated(ones)[1], rotated(other)[1]
+    turns = ((of_ones - ones).abs() > 1e-11) | ((of_other - other).abs() > 1e-11)
+    if not bool(turns.any()):
+        return None
+    dim = int(turns.nonzero().max()) + 1
+    if dim % 2:
+        return None
+    for interleaved in (False, True):
+        pairs = torch.arange(dim)
+        first, second = pairs.view(-1, 2).unbind(1) if interleaved else pairs.view(2, -1)
+        cos = (of_ones[first] + of_ones[second]) / 2
+        sin = (of_ones[second] - of_ones[first]) / 2
+        expected = other.clone()
+        expected[first] = other[first] * cos - other[second] * sin
+        expected[second] = other[second] * cos + other[first] * sin
+        one = close(cos**2 + sin**2, torch.ones_like(cos), tolerance)
+        if one and close(of_other, expected, tolerance):
+            return torch.atan2(sin, cos), dim, interleaved
+    return None

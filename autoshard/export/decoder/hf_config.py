@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from autoshard.export.decoder.rotary import fitted_base, frequencies, magnitude, rope_type
 from autoshard.export.decoder.structure import Attention, Decoder
 from autoshard.export.errors import export_error
 
@@ -189,10 +189,19 @@ def rotary_facts(decoder: Decoder, config: Any) -> RotaryFacts:
 
 
 def rotary_magnitude(config: Any) -> float:
-    """What the rotary scaling of a configuration multiplies turned queries and keys by."""
-    described = _parameters(config)
-    longest = getattr(config, "max_position_embeddings", None)
-    return 1.0 if _nested(described) else magnitude(_scaling(described), longest)
+    """What the rotary scaling of a configuration, YaRN's or LongRoPE's as TensorRT-LLM has them,
+    multiplies turned queries and keys by."""
+    scaling = _scaling(_parameters(config)) or {}
+    kind = rope_type(scaling)
+    if kind == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        factor = (getattr(config, "max_position_embeddings", None) or original) / original
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if kind != "yarn":
+        return 1.0
+    grown = 0.1 * math.log(max(scaling["factor"], 1.0))
+    whole, part = (scaling.get(n, d) for n, d in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
+    return (grown * whole + 1.0) / (grown * part + 1.0)
 
 
 def _by_type(
@@ -242,7 +251,10 @@ def _checked(attention: Attention, described: Mapping[str, Any]) -> RotaryFacts:
                 attention.node,
                 "Keep the buffer of frequencies in float32.",
             )
-        base = fitted_base(rotary.angles, rotary.dim)
+        # of which plain frequencies are the powers
+        power = -(rotary.dim - 2) / rotary.dim
+        last = rotary.angles[-1].item()
+        base = float(f"{last ** (1 / power):.6g}") if power else _PLAIN_BASE
     expected = frequencies(float(base), rotary.dim, scaling)
     same = expected.shape == rotary.angles.shape
     if not same or not torch.allclose(rotary.angles, expected, rtol=tolerance, atol=0):
@@ -286,3 +298,40 @@ def _scaling(described: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     beside = ("rope_theta", "partial_rotary_factor")
     return {k: v for k, v in described.items() if k not in beside and v is not None}
+
+
+def frequencies(base: float, dim: int, scaling: Mapping[str, Any] | None) -> Tensor:
+    """The `dim // 2` angles a rotary embedding turns by at position 1.
+
+    scaling: None, or of the rope_type linear, llama3, yarn or longrope, with the fields of Hugging
+    Face configurations; of longrope the factors for short sequences. Raises ExportError for
+    another type.
+    """
+    freq: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if scaling is None:
+        return freq
+    kind = rope_type(scaling)
+    if kind == "longrope":
+        return freq / torch.tensor(scaling["short_factor"], dtype=torch.float64)
+    if kind == "linear":
+        return freq / scaling["factor"]
+    if kind not in ("llama3", "yarn"):
+        raise export_error(f"rotary embeddings of type {kind!r} are not known to the exporter")
+    original = scaling["original_max_position_embeddings"]
+    if kind == "llama3":  # long waves slowed by `factor`, short ones kept
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((original * freq / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    else:  # pairs that turn often are kept, those that turn seldom slowed by `factor`
+        first, last = (
+            dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        pairs = torch.arange(dim // 2, dtype=torch.float64)
+        kept = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+    return freq / scaling["factor"] * (1 - kept) + freq * kept
+
+
+def rope_type(scaling: Mapping[str, Any]) -> str:
+    """The type of a scaling, under its new or its old name."""
+    return str(scaling.get("rope_type", scaling.get("type", "default")))

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
+from autoshard.passes import permutation
 from autoshard.planning import reached
 
 aten = torch.ops.aten
@@ -32,25 +33,14 @@ def parameter_of(graph: ModelGraph, node: object) -> tuple[fx.Node, bool] | None
         if node in graph.parameters:
             return node, swapped
         if node.target in SWAPS:
-            val = node.meta["val"]
-            order = list(range(val.dim()))
-            order[-2:] = order[:-3:-1]
-            if val.dim() < 2 or not _swaps_last(node, order):
+            rank = node.meta["val"].dim()
+            if rank < 2 or permutation(node) != [*range(rank - 2), rank - 1, rank - 2]:
                 return None
             swapped = not swapped
         elif node.target not in MOVES:
             return None
         node = node.args[0]
     return None
-
-
-def _swaps_last(node: fx.Node, order: list[int]) -> bool:
-    ndim = len(order)
-    if node.target is aten.permute.default:
-        return [d % ndim for d in node.args[1]] == order  # type: ignore[union-attr,operator]
-    if node.target is aten.transpose.int:
-        return {d % ndim for d in node.args[1:3]} == {ndim - 1, ndim - 2}  # type: ignore[operator]
-    return ndim == 2
 
 
 def moved(node: object) -> object:
@@ -123,14 +113,6 @@ def gated_activation(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[str,
         if name is not None:
             return name, index
     return None
-
-
-def softcap(function: Callable[[Tensor], Tensor], shape: torch.Size) -> float | None:
-    """c, where `function` of a tensor of this shape is c * tanh(x / c); else None."""
-    far = function(torch.full(shape, 1e9, dtype=torch.float64)).flatten()[0].item()
-    x = torch.linspace(-99, 99, shape.numel(), dtype=torch.float64).view(shape)
-    cap = float(f"{far:.7g}")
-    return cap if cap and close(function(x), cap * torch.tanh(x / cap)) else None
 
 
 def _named(result: Tensor, expected: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from autoshard.export.decoder.anchors import Anchors, find_anchors
 from autoshard.export.decoder.heads import read_attention
 from autoshard.export.decoder.mlp import LayerMlp, read_experts, read_mlps
-from autoshard.export.decoder.probing import close, evaluate, softcap, sources
+from autoshard.export.decoder.probing import close, evaluate, sources
 from autoshard.export.decoder.structure import Attention, Decoder, Layer, Linear, Norm
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph, scan_of
@@ -132,20 +132,19 @@ class _Reader:
             raise export_error("no output is the result of a projection", output)
         returned = of_tokens[0]
         heads = [node for node in sources(returned, self.all) if node in self.found.linear]
-        values = {
-            n: torch.linspace(-99, 99, n.meta["val"].numel(), dtype=torch.float64).view(
-                n.meta["val"].shape
-            )
-            for n in heads
-        }
         if len(heads) == 1:
             (head,) = heads
-            result = evaluate(self.graph, returned, values)
             self.role[head] = "head"
-            if torch.equal(result.flatten(), values[head].flatten()):
+            shape = head.meta["val"].shape
+            values = torch.linspace(-99, 99, shape.numel(), dtype=torch.float64).view(shape)
+
+            def logits(x: Tensor) -> Tensor:
+                return evaluate(self.graph, returned, {head: x})
+
+            if torch.equal(logits(values).flatten(), values.flatten()):
                 return head, None
-            cap = softcap(lambda x: evaluate(self.graph, returned, {head: x}), values[head].shape)
-            if cap is not None:
+            cap = float(f"{logits(torch.full_like(values, 1e9)).flatten()[0]:.7g}")
+            if cap and close(logits(values), cap * torch.tanh(values / cap)):
                 return head, cap
         raise export_error("the first output is not the result of one projection", returned)
 

@@ -7,9 +7,9 @@ from autoshard.export.quantization.layouts import LAYOUTS, BlockScaled, block_sc
 from autoshard.export.quantization.quantizer import (
     FILE,
     Inputs,
+    QuantizedModel,
     Quantizer,
     example,
     measured,
     quantized_parameters,
 )
-from autoshard.export.quantization.shares import QuantizedModel

@@ -24,7 +24,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,51 +34,16 @@ BLOCK = 128
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-class WeightLayout(Protocol):
-    """What becomes of one weight, [outputs, inputs]."""
-
-    @property
-    def inputs(self) -> int:
-        """A number that must divide the inputs."""
-        ...
-
-    @property
-    def experts(self) -> bool:
-        """Whether readers take experts in it."""
-        ...
-
-    def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors to write, by the last part of their name."""
-        ...
-
-    def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The weight that those stand for."""
-        ...
-
-    def numbers(
-        self, tensors: dict[str, torch.Tensor], shape: torch.Size
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of such tensors the rounded numbers, one an entry, and the scales, [rows, columns] of
-        blocks. shape: of the weight."""
-        ...
-
-    def block(self, shape: torch.Size) -> tuple[int, int]:
-        """Rows and columns that have one scale."""
-        ...
-
-    def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json. kept: names of modules that are not quantized."""
-        ...
-
-
 @dataclass(frozen=True)
 class Blocks:
-    """See the module's text: fp8."""
+    """See the module's text: fp8. inputs: a number that must divide those of a weight, [outputs,
+    inputs]. experts: whether readers take experts in it."""
 
     inputs: int = 1
     experts: bool = True
 
     def quantized(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors to write of a weight, by the last part of their name."""
         rows, columns = (-(-size // BLOCK) for size in weight.shape)
         padded = weight.new_zeros((rows * BLOCK, columns * BLOCK), dtype=torch.float32)
         padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -91,15 +56,19 @@ class Blocks:
         }
 
     def restored(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The weight that those stand for."""
         weight = tensors["weight"]
         return weight.float() * self._spread(tensors["weight_scale_inv"], weight.shape)
 
     def numbers(
         self, tensors: dict[str, torch.Tensor], shape: torch.Size
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of such tensors the rounded numbers, one an entry, and the scales, [rows, columns] of
+        blocks. shape: of the weight."""
         return tensors["weight"], tensors["weight_scale_inv"]
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
+        """Rows and columns that have one scale."""
         return BLOCK, BLOCK
 
     @staticmethod
@@ -108,6 +77,7 @@ class Blocks:
         return wide[: shape[0], : shape[1]]
 
     def configuration(self, kept: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json. kept: names of modules that are not quantized."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -119,7 +89,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A layout of the library compressed-tensors. scheme, format: its names of them."""
+    """A layout of the library compressed-tensors. scheme, format: its names of them; the rest as
+    `Blocks` has it."""
 
     scheme: str
     format: str
@@ -182,6 +153,8 @@ class Compressed:
         scheme = quantization.preset_name_to_scheme(self.scheme, ["Linear"])
         return quantization, compressors.BaseCompressor.get_value_from_registry(self.format), scheme
 
+
+WeightLayout = Blocks | Compressed
 
 LAYOUTS: dict[str, WeightLayout] = {
     "fp8": Blocks(),
@@ -247,20 +220,11 @@ def block_scaled(kind: str, weight: torch.Tensor, rows: int) -> BlockScaled:
     published. On the meta device too."""
     how = layout(kind)
     matrices = weight.reshape(-1, rows, weight.shape[-1])
-    made = [_of_matrix(how, matrix) for matrix in matrices]
-    block = made[0].block
-    if len(made) > 1 and rows % block[0]:
+    numbers = [how.numbers(how.quantized(one), one.shape) for one in matrices]
+    made = [BlockScaled(*one, how.block(matrices.shape[1:])) for one in numbers]
+    if len(made) > 1 and rows % made[0].block[0]:
         made = [one._finer(0, rows) for one in made]
-        block = made[0].block
     values = torch.cat([one.values for one in made]).reshape(weight.shape)
     scale = torch.cat([one.scale for one in made])
-    if weight.dim() > 2:
-        shape: Sequence[int] = weight.shape[:-2]
-        scale = scale.reshape(*shape, -1, scale.shape[-1])
-    return BlockScaled(values, scale, block)
-
-
-def _of_matrix(how: WeightLayout, matrix: torch.Tensor) -> BlockScaled:
-    values, scale = how.numbers(how.quantized(matrix), matrix.shape)
-    block = how.block(matrix.shape)
-    return BlockScaled(values, scale, block)
+    scale = scale.reshape(*weight.shape[:-2], -1, scale.shape[-1])
+    return BlockScaled(values, scale, made[0].block)

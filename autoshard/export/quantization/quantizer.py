@@ -7,16 +7,19 @@ fewer than 16), convolutions, whatever is no matrix, and weights whose sizes the
 How far quantized weights are from the model's: the weights themselves, and what it then says.
 
 Activations are not quantized here, as servers do it in their own ways.
+
+A quantized checkpoint in shares: what each of several processes computes of it, from the values
+that it needs for that, so that it can go to a running server without a file.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +35,9 @@ from autoshard.export.published_form import (
     state_tensors,
     whole_parts,
 )
-from autoshard.export.quantization.layouts import WeightLayout, layout
+from autoshard.export.quantization.layouts import BLOCK, WeightLayout, layout
 from autoshard.export.serial_graph import unwrapped
+from autoshard.export.spec import weight_dtype
 from autoshard.export.weight_source import WeightSource
 
 FILE = "quantization_accuracy.json"
@@ -73,18 +77,17 @@ class Accuracy:
         """
         if not self.keep or not restored:
             return
-        start, numbered, flat = 0, {}, []
-        for name, one in parameters.items():
-            numbered[name] = torch.arange(start, start + one.numel()).view(one.shape)
-            flat.append(one.reshape(-1))
-            start += one.numel()
-        values = torch.cat(flat)
-        for name, places in published(numbered).items():
+        sizes = [one.numel() for one in parameters.values()]
+        values = torch.cat([one.reshape(-1) for one in parameters.values()])
+
+        def apart(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+            pieces = zip(parameters.items(), flat.split(sizes))
+            return {name: piece.view(one.shape) for (name, one), piece in pieces}
+
+        for name, places in published(apart(torch.arange(len(values)))).items():
             if name in restored:
                 values[places.reshape(-1)] = restored[name].reshape(-1).to(values.dtype)
-        pieces = values.split([one.numel() for one in parameters.values()])
-        for (name, one), piece in zip(parameters.items(), pieces):
-            self.values[name] = piece.view(one.shape)
+        self.values |= apart(values)
 
     def weights(self) -> dict[str, Any]:
         """How many, how far all of them together are from the model's, and which is farthest."""
@@ -100,16 +103,16 @@ class Accuracy:
 def example(model: nn.Module) -> Inputs | None:
     """Random token ids, where the model takes them; else None."""
     inner = unwrapped(model)
-    rows = getattr(getattr(inner, "config", None), "vocab_size", None)
-    required = [
+    config, taken = getattr(inner, "config", None), inspect.signature(inner.forward).parameters
+    rows = getattr(config, "vocab_size", None)
+    required = {
         name
-        for name, one in inspect.signature(inner.forward).parameters.items()
+        for name, one in taken.items()
         if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    takes = "input_ids" in inspect.signature(inner.forward).parameters
-    if rows is None or not takes or set(required) - {"input_ids"}:
+    }
+    if rows is None or "input_ids" not in taken or required - {"input_ids"}:
         return None
-    if getattr(inner.config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):
         return None
     generator = torch.Generator().manual_seed(0)
     device = next(inner.parameters()).device
@@ -152,19 +155,13 @@ _WEIGHT, _FEW = ".weight", 16
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """The published names of the weights that are quantized, and of the modules that are not."""
-
-    names: frozenset[str]
-    kept: Sequence[str]
-
-
 def quantized_names(
     model: nn.Module, parts: Sequence[CheckpointPart], kind: str, how: WeightLayout
-) -> Quantized:
-    """Raises ExportError where there is nothing to quantize, and for experts that the layout has
-    not: no server reads a layer of experts that are partly quantized."""
+) -> tuple[frozenset[str], list[str]]:
+    """The published names of the weights that are quantized, and of the modules that are not.
+
+    Raises ExportError where there is nothing to quantize, and for experts that the layout has not:
+    no server reads a layer of experts that are partly quantized."""
     inner = unwrapped(model)
     modules = dict(inner.named_modules())
     get_head = getattr(inner, "get_output_embeddings", None)
@@ -196,7 +193,7 @@ def quantized_names(
             f"{how.inputs} divides",
             remedy="Export without quantize.",
         )
-    return Quantized(frozenset(names), sorted(set(kept)))
+    return frozenset(names), sorted(set(kept))
 
 
 def _fits(one: Description, how: WeightLayout, routed: Collection[Any]) -> bool:
@@ -215,7 +212,7 @@ def quantized_parameters(
     """The parameters whose weights are quantized in their published form, by name, and how many
     rows each published matrix of it has. Raises ExportError as `quantized_names`, and for one that
     is published in part quantized, or turned."""
-    names = quantized_names(model, parts, kind, layout(kind)).names
+    names, _ = quantized_names(model, parts, kind, layout(kind))
     found: dict[str, int] = {}
     for part in parts:
         if names.isdisjoint(part.written):
@@ -251,8 +248,7 @@ class Quantizer:
     ) -> None:
         self._model, self._kind, self._inputs = model, kind, inputs
         self._layout = layout(kind)
-        chosen = quantized_names(model, parts, kind, self._layout)
-        self.names, self._kept = chosen.names, chosen.kept
+        self.names, self._kept = quantized_names(model, parts, kind, self._layout)
         self._accuracy = Accuracy(keep=inputs is not None)
         self.parts = [self._described(part) for part in parts]
 
@@ -272,26 +268,18 @@ class Quantizer:
         made = self._layout.quantized(tensor)
         return {f"{name.removesuffix('weight')}{last}": one for last, one in made.items()}
 
-    def tensors(
-        self, part: CheckpointPart, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """As `written`, and nobody hears how accurate they are."""
-        published = in_published_form(self._model, part, dict(tensors))
-        return {
-            n: one for name, t in published.items() for n, one in self._tensors(name, t).items()
-        }
-
     def written(
-        self, part: CheckpointPart, tensors: Mapping[str, torch.Tensor]
+        self, part: CheckpointPart, tensors: Mapping[str, torch.Tensor], heard: bool = True
     ) -> dict[str, torch.Tensor]:
-        """The values to write of a part. tensors: the whole values of its sources, by name."""
+        """The values to write of a part. tensors: the whole values of its sources, by name. heard:
+        whether they count in the report."""
         given = dict(tensors)
         made: dict[str, torch.Tensor] = {}
         restored: dict[str, torch.Tensor] = {}
         for name, tensor in in_published_form(self._model, part, given).items():
             new = self._tensors(name, tensor)
             made |= new
-            if name in self.names:
+            if heard and name in self.names:
                 stem = name.removesuffix("weight")
                 state = {full.removeprefix(stem): one for full, one in new.items()}
                 restored[name] = self._layout.restored(state)
@@ -321,3 +309,89 @@ def measured(model: nn.Module, source: WeightSource, dtype: torch.dtype | None, 
         if source.job.rank == 0:
             quantizer.written(part, tensors)
     return quantizer.report() if source.job.rank == 0 else None
+
+
+class Share(NamedTuple):
+    """A part of a checkpoint that one process computes. rows: of its one matrix; None: all of
+    it."""
+
+    part: CheckpointPart
+    rows: tuple[int, int] | None
+
+
+class WrittenRows(NamedTuple):
+    """Of a tensor of the directory, of `shape`, the rows from `first` on."""
+
+    name: str
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    first: int
+
+
+class QuantizedModel:
+    """A model as `autoshard.export.huggingface(model, ..., quantize=kind, dtype=dtype)` writes it,
+    for `autoshard.weights.send`: names, numbers and scales are those of that directory.
+
+        autoshard.weights.send(autoshard.export.QuantizedModel(model, "fp8", dtype="bfloat16"))
+
+    A scale is of whole rows or blocks of a matrix: each process that sends takes a share of the
+    rows of every matrix, of which it lacks little where they are stored by rows, and quantizes it;
+    what is published in another form is computed whole by one of them. Raises ExportError as the
+    export does.
+    """
+
+    def __init__(
+        self, model: nn.Module, kind: str, *, dtype: str | torch.dtype | None = None
+    ) -> None:
+        self.model = model
+        chosen = None if dtype is None else weight_dtype(dtype)
+        self.form = f"{kind} of {chosen or 'its own dtypes'}"
+        parts = published_parts(model, state_tensors(model, chosen))
+        self._quantizer = Quantizer(model, parts, kind, None)
+        self._written = {n: d[0] for part in self._quantizer.parts for n, d in part.written.items()}
+        names = self._quantizer.names
+        self._parts = [
+            (part, self._as_stored(part), not names.isdisjoint(part.written)) for part in parts
+        ]
+
+    @property
+    def kept(self) -> list[str]:
+        """The tensors that the directory has as they are stored."""
+        return [p.sources[0].name for p, stored, changed in self._parts if stored and not changed]
+
+    def shares(self, count: int) -> list[list[Share]]:
+        """What each of `count` processes computes."""
+        found: list[list[Share]] = [[] for _ in range(count)]
+        load = [0] * count
+        for part, stored, changed in self._parts:
+            if stored and changed:
+                rows = part.sources[0].value.shape[0]
+                blocks = -(-rows // BLOCK)
+                for i, own in enumerate(found):
+                    low, high = (min(rows, blocks * j // count * BLOCK) for j in (i, i + 1))
+                    if low < high:
+                        own.append(Share(part, (low, high)))
+            elif changed or not stored:
+                least = load.index(min(load))
+                found[least].append(Share(part, None))
+                load[least] += sum(one.value.numel() for one in part.sources)
+        return found
+
+    def written(self, share: Share, tensors: dict[str, torch.Tensor]) -> Iterator[WrittenRows]:
+        """A share's tensors of the directory. tensors: its rows of the sources, by name."""
+        whole = share.part.sources[0].value.shape
+        for name, made in self._quantizer.written(share.part, tensors, False).items():
+            shape, first = self._written[name], 0
+            if share.rows is not None and made.dim() < 2:
+                made = made.new_tensor(whole)  # a layout says the matrix's shape beside its numbers
+            elif share.rows is not None:
+                first = share.rows[0] // (1 if shape[0] == whole[0] else BLOCK)
+            yield WrittenRows(name, made, shape, first)
+
+    def _as_stored(self, part: CheckpointPart) -> bool:
+        """Whether a part is one tensor that is published by its own name, as it is."""
+        if len(part.sources) > 1:
+            return False
+        one = part.sources[0]
+        empty = torch.empty(one.value.shape, dtype=one.dtype, device="meta")
+        return in_published_form(self.model, part, {one.name: empty}).get(one.name) is empty

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autoshard.export.rank_graph.core_operators import POINTWISE
+from autoshard.passes import permutation
 
 aten = torch.ops.aten
 
@@ -139,12 +140,8 @@ def is_of_experts(node: Any, experts: int) -> bool:
 
 def keeps_experts(node: fx.Node) -> bool:
     """Whether an operator leaves the first dim of a stack of matrices where it is."""
-    if node.target is aten.transpose.int:
-        rank = node.meta["val"].dim()
-        return all(dim % rank for dim in node.args[1:3])  # type: ignore[operator]
-    if node.target is aten.permute.default:
-        return bool(node.args[1][0] == 0)  # type: ignore[index]
-    return node.target is aten._to_copy.default
+    order = permutation(node)
+    return node.target is aten._to_copy.default if order is None else order[0] == 0
 
 
 def is_column(node: fx.Node) -> bool:

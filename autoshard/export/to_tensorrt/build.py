@@ -15,7 +15,7 @@ from torch import fx
 from autoshard.export.errors import ExportError, export_error
 from autoshard.export.rank_graph import Port, RankGraph
 from autoshard.export.spec import Extent
-from autoshard.export.to_tensorrt.converters import CONVERTERS, Lowering
+from autoshard.export.to_tensorrt.converters import COLLECTIVES, CONVERTERS, Lowering
 
 _NEEDED = {"fp8": 89, "fp8_channel": 89, "int4": 80}
 """The compute capability, times ten, that layouts of quantized weights need."""
@@ -37,31 +37,97 @@ def log_of(trt: Any) -> Any:
     return Log()
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """One call of add_dist_collective, as it arrived. layer: what TensorRT returned."""
+
+    operation: str
+    reduction: str
+    root: Any
+    groups: Any
+    layer: Any
+
+    @property
+    def arguments(self) -> tuple[str, str, Any, Any, int]:
+        """What decides what the collective does, the number of ranks as the layer has it now."""
+        return self.operation, self.reduction, self.root, self.groups, self.layer.num_ranks
+
+
+class Spy:
+    """Stands in for an INetworkDefinition: forwards everything, and records what its layers do not
+    tell: of collectives the operation, the reduction and the groups; attention is in no list."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self.collectives: list[Recorded] = []
+        self.attentions: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def add_dist_collective(self, *args: Any) -> Any:
+        """As INetworkDefinition's: (input, operation, reduction, root, groups)."""
+        layer = self.network.add_dist_collective(*args)
+        if layer is not None:
+            _, operation, reduction, root, groups = args
+            self.collectives.append(Recorded(operation.name, reduction.name, root, groups, layer))
+        return layer
+
+    def add_attention_v2(self, *args: Any) -> Any:
+        """As INetworkDefinition's."""
+        made = self.network.add_attention_v2(*args)
+        if made is not None:
+            self.attentions.append(made)
+        return made
+
+
 @dataclass
 class Network:
     """A network that was filled, and what must live as long as it."""
 
     trt: Any
     builder: Any
-    definition: Any
+    definition: Spy
     lowering: Lowering
 
 
 def make_network(
-    trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor], spy: Any = None
+    trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor], spy: type[Spy] = Spy
 ) -> Network:
-    """Convert a rank graph. spy: called with the network definition; what it returns is filled in
-    its place. Raises ExportError, with what TensorRT logged."""
+    """Convert a rank graph. spy: what fills the network definition. Raises ExportError, with what
+    TensorRT logged."""
     log = log_of(trt)
     log.errors.clear()
     builder = trt.Builder(log)
     flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    definition = builder.create_network(0 if flags is None else 1 << int(flags))
+    definition = spy(builder.create_network(0 if flags is None else 1 << int(flags)))
     try:
-        filled = convert(trt, spy(definition) if spy else definition, graph, weights)
+        return Network(trt, builder, definition, convert(trt, definition, graph, weights))
     except ExportError as error:
         raise _with_log(error, log) from None
-    return Network(trt, builder, definition, filled)
+
+
+def checked_network(trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Network:
+    """A rank's network, whose collectives are those of the graph."""
+    network = make_network(trt, graph, weights)
+    check_collectives(network.definition, graph)
+    return network
+
+
+def check_collectives(spy: Spy, graph: RankGraph) -> None:
+    """Raise ExportError unless the network has the graph's collectives, in order, each over all
+    ranks of one group, reducing by sum."""
+    nodes = [node for node in graph.module.graph.nodes if node.target in COLLECTIVES]
+    wanted = [(*COLLECTIVES[node.target], -1, None, graph.tp) for node in nodes]
+    found = [recorded.arguments for recorded in spy.collectives]
+    if len(found) != len(wanted):
+        raise export_error(f"{len(found)} collectives in the network, {len(wanted)} in the graph")
+    for node, want, have in zip(nodes, wanted, found, strict=True):
+        if want != have:
+            names = ("operation", "reduction", "root", "groups", "ranks")
+            differ = [(n, w, h) for n, w, h in zip(names, want, have) if w != h]
+            said = ", ".join(f"{n} {h!r}, not {w!r}" for n, w, h in differ)
+            raise export_error(f"the network's collective has {said}", node)
 
 
 def check_capabilities(trt: Any, capabilities: Sequence[str], graph: RankGraph) -> list[Any]:
@@ -141,7 +207,7 @@ def build(
                 failures.append(error)
                 return 0
 
-    builder, definition = network.builder, network.definition
+    builder, definition = network.builder, network.definition.network
     complete = builder.build_serialized_network_to_stream(definition, config, Writer())
     if failures:
         raise failures[0]

@@ -29,14 +29,9 @@ from autoshard.export.to_tensorrt.build import (
     build,
     check_capabilities,
     check_convertible,
-    make_network,
+    checked_network,
 )
-from autoshard.export.to_tensorrt.interpreter import (
-    LoneInterpreter,
-    NetworkInterpreter,
-    Spy,
-    check_collectives,
-)
+from autoshard.export.to_tensorrt.interpreter import LoneInterpreter, NetworkInterpreter
 from autoshard.export.weight_source import WeightSource
 from autoshard.runtime import collectives
 from autoshard.runtime.collectives import Axis
@@ -127,39 +122,23 @@ class Engines:
                 remedy="Export without refittable, or without quantize.",
             )
 
-    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> tuple[Network, Spy]:
+    def make(self, graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Network:
         return checked_network(self.trt, graph, weights)
 
-    def runner(self, made: tuple[Network, Spy], graph: RankGraph) -> Runner:
+    def runner(self, made: Network, graph: RankGraph) -> Runner:
         """See Format: the network itself, interpreted."""
-        return LoneInterpreter(*made)
+        return LoneInterpreter(made)
 
-    def write(self, made: tuple[Network, Spy], file: Path) -> Mapping[str, Any]:
-        network, _ = made
-        levels = check_capabilities(self.trt, self.capabilities, network.lowering.graph)
+    def write(self, made: Network, file: Path) -> Mapping[str, Any]:
+        levels = check_capabilities(self.trt, self.capabilities, made.lowering.graph)
         with file.open("wb") as opened:
-            build(network, opened, levels, self.refittable)
+            build(made, opened, levels, self.refittable)
         return {}
 
     def describe(self, graph: RankGraph) -> Mapping[str, Any]:
         builder: dict[str, Any] = {"module": self.trt.__name__, "version": self.trt.__version__}
         builder["compute_capabilities"] = list(self.capabilities)
         return {"builder": builder, "refittable": self.refittable}
-
-
-def checked_network(
-    trt: Any, graph: RankGraph, weights: Mapping[str, torch.Tensor]
-) -> tuple[Network, Spy]:
-    """A rank's network, whose collectives are those of the graph."""
-    spies: list[Spy] = []
-
-    def spied(definition: Any) -> Spy:
-        spies.append(Spy(definition))
-        return spies[0]
-
-    network = make_network(trt, graph, weights, spied)
-    check_collectives(spies[0], graph)
-    return network, spies[0]
 
 
 def builder_module(builder: Any = None) -> Any:
@@ -181,7 +160,7 @@ def builder_module(builder: Any = None) -> Any:
     )
 
 
-def networks(model: nn.Module, spec: EngineSpec, builder: Any = None) -> list[tuple[Network, Spy]]:
+def networks(model: nn.Module, spec: EngineSpec, builder: Any = None) -> list[Network]:
     """The networks that `autoshard.export.tensorrt` would build for `spec`, their collectives
     checked: of all ranks in one process; in a running sharded job of as many ranks, of this
     process's rank."""
@@ -199,17 +178,17 @@ def networks(model: nn.Module, spec: EngineSpec, builder: Any = None) -> list[tu
     return made
 
 
-def cpu_engine(network: Network, spy: Spy, axis: Axis | None = None, group: Any = None) -> Engine:
+def cpu_engine(network: Network, axis: Axis | None = None, group: Any = None) -> Engine:
     """The runner of one rank with the interpreter in TensorRT's place.
 
     axis: what the network's collectives go over, None for one rank. group: as of Engine.
     """
     config = configuration(network.lowering.graph, None)
-    return Engine(config, NetworkInterpreter(network, spy, axis), "cpu", group)
+    return Engine(config, NetworkInterpreter(network, axis), "cpu", group)
 
 
 def generate(
-    ranks: Sequence[tuple[Network, Spy]],
+    ranks: Sequence[Network],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     **options: Any,
@@ -217,7 +196,7 @@ def generate(
     """`Engine.generate` on all ranks of one process in lockstep; all must answer the same."""
 
     def work(axis: Axis) -> list[list[int]]:
-        engine = cpu_engine(*ranks[axis.rank], axis if len(ranks) > 1 else None)
+        engine = cpu_engine(ranks[axis.rank], axis if len(ranks) > 1 else None)
         return engine.generate(prompts, max_new_tokens, **options)
 
     answers = collectives.run_ranks(len(ranks), work, timeout=600)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.export import rank_graph
 from autoshard.export.to_tensorrt.converters import DTYPES
 
 Values = Sequence[Any]
@@ -210,16 +211,14 @@ def _dequantize(layer: Any, given: Values) -> list[torch.Tensor]:
     """Each value times the scale of its row, or of its block."""
     values, scale = given
     if scale.dim() == 1:
-        shape = [1] * values.dim()
-        shape[layer.axis] = -1
-        scale = scale.reshape(shape)
+        scale, blocks = scale.unsqueeze(1 - layer.axis), list(values.shape)
+        blocks[layer.axis] = 1
     else:
         blocks = [size // count for size, count in zip(values.shape, scale.shape)]
         if layer.get_input(0).dtype.name != "INT4":  # whose blocks are inferred
             blocks = list(layer.block_shape)
-        for dim, size in enumerate(blocks):
-            scale = scale.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
-    return [(values.to(scale.dtype) * scale).to(DTYPES[layer.get_output_type(0).name])]
+    dtype = DTYPES[layer.get_output_type(0).name]
+    return [rank_graph.dequantize(values, scale, blocks, dtype=dtype)]
 
 
 def unpacked(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -229,30 +228,16 @@ def unpacked(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def attend(layer: Any, given: Values) -> torch.Tensor:
-    """IAttention: no scale, grouped heads, causal alignment to the keys that count."""
+    """IAttention in float32: no scale, grouped heads, causal alignment to the keys that count."""
+    if layer.norm_op.name != "SOFTMAX":
+        raise NotImplementedError(f"{layer.name}: attention normalised by {layer.norm_op.name}")
     query, key, value, mask, lengths = given
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.float().repeat_interleave(groups, 1) for t in (key, value))
-    scores = query.float() @ key.transpose(-1, -2)
-    t, s = scores.shape[-2:]
-    ends = torch.full((query.shape[0],), s) if lengths is None else lengths
-    ends = ends.view(-1, 1, 1, 1)
-    columns = torch.arange(s).view(1, 1, 1, s)
-    rows = torch.arange(t).view(1, 1, t, 1)
-    hidden = columns >= ends
-    kind = layer.causal_kind.name
-    if kind == "UPPER_LEFT":
-        hidden = hidden | (columns > rows)
-    elif kind == "LOWER_RIGHT":
-        hidden = hidden | (columns > rows + ends - t)
-    if mask is not None and mask.dtype == torch.bool:
-        hidden = hidden | ~mask
-    elif mask is not None:
-        scores = scores + mask.float()
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if layer.norm_op.name == "SOFTMAX":
-        scores = scores.softmax(-1)
-    return (scores @ value).to(query.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.float()
+    operands = (one.float() for one in (query, key, value))
+    kind = layer.causal_kind.name.lower()
+    found = rank_graph.attention(*operands, mask, lengths, causal=kind, scale=1.0)
+    return found.to(query.dtype)
 
 
 LAYERS: dict[str, Callable[[Any, Values], Sequence[torch.Tensor]]] = {

@@ -7,7 +7,7 @@ usual ones in one place: `mlp.fc` is the activated projection and `mlp.gate` the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,35 +186,16 @@ class _Rank:
         if mlp.gate is None:
             yield from self._columns(f"{prefix}.fc", mlp.up)
         elif fused:
-            yield self._fused(f"{prefix}.fc.weight", mlp.up, mlp.gate)
+            yield from self._columns(f"{prefix}.fc", mlp.up, mlp.gate)
         else:
             yield from self._columns(f"{prefix}.fc", mlp.gate)
             yield from self._columns(f"{prefix}.gate", mlp.up)
         yield from self._rows(f"{prefix}.proj", mlp.down, once=self.family is GPTJ)
 
-    def _fused(self, name: str, up: Linear, gate: Linear) -> Entry:
-        rows = [self._part(_rows_of(one)) for one in (up, gate)]
-        pieces = tuple(
-            Piece(one.weight, r, transposed=one.transposed) for one, r in zip((up, gate), rows)
-        )
-        return self._entry(name, (sum(map(len, rows)), up.inputs), pieces)
-
     def _attention(self, prefix: str, attention: Attention) -> Iterator[Entry]:
         linears = (attention.query, attention.key, attention.value)
         rows = [self._heads(one, attention) for one in linears]
-        total = sum(len(r) for r in rows)
-        weights = tuple(
-            Piece(one.weight, r, transposed=one.transposed) for one, r in zip(linears, rows)
-        )
-        yield self._entry(f"{prefix}.qkv.weight", (total, attention.query.inputs), weights)
-        biases = [one.bias for one in linears]
-        if any(biases):
-            if not all(biases):
-                raise export_error(
-                    f"biases of query, key and value {biases}: all or none", attention.node
-                )
-            pieces = tuple(Piece(name, r) for name, r in zip(biases, rows) if name)
-            yield self._entry(f"{prefix}.qkv.bias", (total,), pieces)
+        yield from self._joined(f"{prefix}.qkv", linears, rows)
         yield from self._rows(f"{prefix}.dense", attention.dense)
         for name, norm in (("q", attention.query_norm), ("k", attention.key_norm)):
             if norm is not None:
@@ -228,13 +209,21 @@ class _Rank:
         heads = by_head.repeat_interleave(repeats, 0)
         return self._part(heads).flatten()
 
-    def _columns(self, prefix: str, linear: Linear) -> Iterator[Entry]:
-        """A projection split by its outputs."""
-        rows = self._part(_rows_of(linear))
-        weight = Piece(linear.weight, rows, transposed=linear.transposed)
-        yield self._entry(f"{prefix}.weight", (len(rows), linear.inputs), (weight,))
-        if linear.bias is not None:
-            yield self._entry(f"{prefix}.bias", (len(rows),), (Piece(linear.bias, rows),))
+    def _columns(self, prefix: str, *linears: Linear) -> Iterator[Entry]:
+        """Projections as one, each split by its outputs."""
+        yield from self._joined(prefix, linears, [self._part(_rows_of(one)) for one in linears])
+
+    def _joined(
+        self, prefix: str, linears: Sequence[Linear], rows: Sequence[torch.Tensor]
+    ) -> Iterator[Entry]:
+        """Some rows of each of several projections; all of them have a bias, or none, in every
+        family."""
+        parts, total = list(zip(linears, rows, strict=True)), sum(map(len, rows))
+        weights = tuple(Piece(one.weight, r, transposed=one.transposed) for one, r in parts)
+        yield self._entry(f"{prefix}.weight", (total, linears[0].inputs), weights)
+        biases = tuple(Piece(one.bias, r) for one, r in parts if one.bias is not None)
+        if biases:
+            yield self._entry(f"{prefix}.bias", (total,), biases)
 
     def _rows(self, prefix: str, linear: Linear, once: bool = False) -> Iterator[Entry]:
         """A projection split by its inputs; every rank holds the whole bias. once: the first one

@@ -18,8 +18,7 @@ from autoshard.export.rank_graph.mixture import mixtures
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.rank_graph.weights import read_weights
 from autoshard.export.spec import EngineSpec
-from autoshard.export.to_tensorrt.build import build, check_capabilities
-from autoshard.export.to_tensorrt.engine import checked_network
+from autoshard.export.to_tensorrt.build import build, check_capabilities, checked_network
 from autoshard.export.weight_source import WeightSource
 from autoshard.planning.cost.clusters import cluster
 from network_runs import interpret
@@ -138,7 +137,7 @@ def test_a_network_and_an_onnx_model_say_the_same_of_a_prompt_and_token_by_token
         assert cases.error([out["logits"] for out in outputs], wanted) < 1e-5
     file = io.BytesIO()
     levels = check_capabilities(trt, ["8.9"], graphs[0])
-    build(networks[0][0], file, levels)
+    build(networks[0], file, levels)
     assert file.getvalue()
 
 

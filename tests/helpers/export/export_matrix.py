@@ -45,8 +45,8 @@ from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.cache import check_cached
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.to_onnx import onnx_program
-from autoshard.export.to_tensorrt.build import build
-from autoshard.export.to_tensorrt.engine import builder_module, checked_network
+from autoshard.export.to_tensorrt.build import build, checked_network
+from autoshard.export.to_tensorrt.engine import builder_module
 from autoshard.export.to_tensorrt.interpreter import LoneInterpreter
 from autoshard.export.weight_source import WeightSource
 from autoshard.verification.comparison import furthest
@@ -138,8 +138,8 @@ def run_onnx(ranks: Ranks, feeds: Feeds, held: Held = None) -> Outputs:
 def run_networks(ranks: Ranks, feeds: Feeds, held: Held = None) -> Outputs:
     """The ranks as TensorRT networks, of which the first is built."""
     made = [checked_network(builder_module(), *rank) for rank in ranks]
-    check_cached(*ranks[0], LoneInterpreter(*made[0]))
-    build(made[0][0], io.BytesIO())
+    check_cached(*ranks[0], LoneInterpreter(made[0]))
+    build(made[0], io.BytesIO())
     return interpret(made, feeds, held)
 
 

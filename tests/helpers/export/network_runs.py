@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter, Spy
+from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter
 from autoshard.runtime.collectives import Axis, run_ranks
 
 
 def interpret(
-    networks: Sequence[tuple[Network, Spy]],
+    networks: Sequence[Network],
     feeds: Sequence[Mapping[str, torch.Tensor]],
     held: Sequence[Mapping[str, torch.Tensor]] | None = None,
 ) -> list[list[dict[str, torch.Tensor]]]:
@@ -23,8 +23,8 @@ def interpret(
     ranks = len(networks)
 
     def work(axis: Axis) -> list[dict[str, torch.Tensor]]:
-        network, spy = networks[axis.rank]
-        runner = NetworkInterpreter(network, spy, axis if ranks > 1 else None)
+        network = networks[axis.rank]
+        runner = NetworkInterpreter(network, axis if ranks > 1 else None)
         graph = network.lowering.graph
         caches: dict[str, torch.Tensor] = {}
         results = []

@@ -24,8 +24,7 @@ from torch import fx
 from autoshard.export.rank_graph import operators
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.to_onnx import example_input
-from autoshard.export.to_tensorrt.build import Network, shapes_of
-from autoshard.export.to_tensorrt.interpreter import Spy
+from autoshard.export.to_tensorrt.build import Network, Spy, shapes_of
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -103,7 +102,7 @@ class Listening(Spy):
         return made
 
 
-def filled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> tuple[Network, Spy]:
+def filled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> Network:
     """The network torch-tensorrt makes of a graph it has lowered. No engine is built: it would be
     loaded into the driver's memory."""
     trt = importlib.import_module("tensorrt_rtx")
@@ -112,8 +111,7 @@ def filled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> tuple[Ne
     interpreter = importlib.import_module(conversion + "_TRTInterpreter").TRTInterpreter(
         gm, inputs, output_dtypes=dtypes, compilation_settings=settings
     )
-    definition = interpreter.ctx.net
-    interpreter.ctx.net = spy = Listening(definition)
+    interpreter.ctx.net = definition = Listening(interpreter.ctx.net)
     interpreter._construct_trt_network_def()
     constants: dict[str, torch.Tensor] = {}
     for i in range(definition.num_layers):
@@ -125,10 +123,10 @@ def filled(gm: fx.GraphModule, inputs: Sequence[Any], settings: Any) -> tuple[Ne
                 value = torch.from_numpy(layer.weights.copy())
                 constants[layer.name] = value.reshape(tuple(layer.shape))
     held = SimpleNamespace(constants=constants, interpreter=interpreter)
-    return Network(trt, interpreter.builder, definition, held), spy  # type: ignore[arg-type]
+    return Network(trt, interpreter.builder, definition, held)  # type: ignore[arg-type]
 
 
-def of_rank_graph(graph: RankGraph, given: Mapping[str, torch.Tensor]) -> tuple[Network, Spy]:
+def of_rank_graph(graph: RankGraph, given: Mapping[str, torch.Tensor]) -> Network:
     """The network torch-tensorrt makes of a rank graph without a cache.
 
     given: weights and constants by placeholder; they are inputs of the network, as they are when
@@ -202,7 +200,7 @@ def as_on_a_gpu(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def compiling_to(
-    run: Callable[[Network, Spy], Callable[..., tuple[torch.Tensor, ...]]],
+    run: Callable[[Network], Callable[..., tuple[torch.Tensor, ...]]],
 ) -> Iterator[None]:
     """Within, torch-tensorrt's backend of torch.compile ends in `run` of the network of each whole
     graph, instead of in engines of the parts it can convert."""
@@ -217,7 +215,7 @@ def compiling_to(
     def compile_module(
         gm: fx.GraphModule, inputs: Sequence[Any], settings: Any, engine_cache: Any
     ) -> fx.GraphModule:
-        call = run(*filled(gm, inputs, settings))
+        call = run(filled(gm, inputs, settings))
         graph = fx.Graph()
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         graph.output(graph.call_function(call, tuple(map(graph.placeholder, names))))

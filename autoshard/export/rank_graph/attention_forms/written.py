@@ -27,7 +27,7 @@ from torch import fx
 
 from autoshard.export.rank_graph.graph import call_like
 from autoshard.export.rank_graph.operators import NONE, attention
-from autoshard.passes import Context, Pass, Report
+from autoshard.passes import Context, Pass, Report, permutation
 
 aten = torch.ops.aten
 
@@ -248,10 +248,8 @@ def _column(node: Any) -> fx.Node | None:
 def _transposed(turned: fx.Node) -> fx.Node:
     """The keys whose last two dims were exchanged."""
     rank = turned.meta["val"].dim()
-    if turned.target is aten.transpose.int:
-        given: Any = turned.args
-        if {dim % rank for dim in given[1:3]} == {rank - 1, rank - 2}:
-            return given[0]  # type: ignore[no-any-return]
+    if permutation(turned) == [*range(rank - 2), rank - 1, rank - 2]:
+        return turned.args[0]  # type: ignore[return-value]
     return _call(turned, aten.transpose.int, turned, -1, -2)
 
 

@@ -25,6 +25,7 @@ from autoshard.export.rank_graph.evaluation import (
     reshaped,
 )
 from autoshard.export.rank_graph.operators import attention
+from autoshard.passes import permutation
 from autoshard.planning import arguments
 
 aten = torch.ops.aten
@@ -231,15 +232,8 @@ def _reshape(self: Carrier, node: fx.Node) -> Place | None:
 
 
 def _permute(self: Carrier, node: fx.Node) -> Place | None:
-    given: Any = node.args
-    place, rank = self.of(given[0]), _rank(node)
-    if node.target is aten.transpose.int:
-        order = list(range(rank))
-        a, b = (dim % rank for dim in given[1:3])
-        order[a], order[b] = order[b], order[a]
-    else:
-        order = [dim % rank for dim in given[1]]
-    return None if place is None else replace(place, dim=order.index(place.dim))
+    place, order = self.of(node.args[0]), permutation(node)
+    return None if place is None or order is None else replace(place, dim=order.index(place.dim))
 
 
 def _expand(self: Carrier, node: fx.Node) -> Place | None:

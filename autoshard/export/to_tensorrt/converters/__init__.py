@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autoshard.export.to_tensorrt.converters import (  # imported to register
-    pointwise,
+    arithmetic,
     products,
-    reductions,
     shapes,
 )
 from autoshard.export.to_tensorrt.converters.network import (
+    COLLECTIVES,
     CONVERTERS,
     DTYPES,
     QUANTIZED_DTYPES,

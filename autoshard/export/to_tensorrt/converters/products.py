@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from autoshard.export import rank_graph
+from autoshard.export.to_tensorrt.converters.arithmetic import elementwise
 from autoshard.export.to_tensorrt.converters.network import Lowering, Tensor, converts
-from autoshard.export.to_tensorrt.converters.pointwise import elementwise
 from autoshard.planning import arguments
 
 aten = torch.ops.aten

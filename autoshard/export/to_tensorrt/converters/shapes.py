@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.export.to_tensorrt.converters.arithmetic import elementwise
 from autoshard.export.to_tensorrt.converters.network import DynamicSize, Lowering, Tensor, converts
-from autoshard.export.to_tensorrt.converters.pointwise import elementwise
+from autoshard.passes import permutation
 from autoshard.planning import arguments
 
 aten = torch.ops.aten
@@ -66,16 +67,8 @@ def reshape(low: Lowering, node: fx.Node) -> Tensor:
 
 @converts(aten.permute.default, aten.transpose.int)
 def permute(low: Lowering, node: fx.Node) -> Tensor:
-    given: Any = node.args
-    x = low[given[0]]
-    order = list(range(len(x.shape)))
-    if node.target is aten.transpose.int:
-        a, b = (dim % len(order) for dim in given[1:3])
-        order[a], order[b] = b, a
-    else:
-        order = [dim % len(order) for dim in given[1]]
-    layer = low.add("add_shuffle", x)
-    layer.first_transpose = tuple(order)
+    layer = low.add("add_shuffle", low[node.args[0]])
+    layer.first_transpose = tuple(permutation(node) or ())
     return layer.get_output(0)
 
 
