@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from autoshard.export.rank_graph import plan_inference, read_weights
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.build import build, checked_network
 from autoshard.export.to_tensorrt.engine import builder_module
-from autoshard.export.weight_source import WeightSource
 
 PAGE = resource.getpagesize()
 

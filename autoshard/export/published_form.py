@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from autoshard.export.errors import export_error
-from autoshard.export.serial_graph import unwrapped
-from autoshard.export.weight_source import WeightSource, whole
+from autoshard.export.serial_graph import WeightSource, unwrapped, whole
 from autoshard.runtime import compat
 
 Description = tuple[tuple[int, ...], torch.dtype]

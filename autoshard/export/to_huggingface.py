@@ -30,9 +30,8 @@ from autoshard.export.published_form import (
 )
 from autoshard.export.quantization import FILE, Inputs, Quantizer
 from autoshard.export.quantization import example as random_tokens
-from autoshard.export.serial_graph import unwrapped
+from autoshard.export.serial_graph import WeightSource, unwrapped
 from autoshard.export.spec import weight_dtype
-from autoshard.export.weight_source import WeightSource
 
 _METADATA = {"format": "pt"}
 

@@ -144,21 +144,13 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
 
 def check_onnx(graph: RankGraph) -> None:
     """Raise ExportError where `onnx_program` would, before it translates anything."""
-    _require("onnx")
-    _require("onnxscript")
-    _check_groups(graph)
-
-
-def _require(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise export_error(
-            f"{name} is not installed", remedy="pip install 'autoshard[onnx]'."
-        ) from None
-
-
-def _check_groups(graph: RankGraph) -> None:
+    for name in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise export_error(
+                f"{name} is not installed", remedy="pip install 'autoshard[onnx]'."
+            ) from None
     for node in graph.module.graph.nodes:
         collective = getattr(node.target, "namespace", "") == "_c10d_functional"
         if collective and node.args[-1] != graph.axis.group:

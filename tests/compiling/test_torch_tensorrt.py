@@ -14,7 +14,7 @@ import torch_tensorrt_cpu as other
 from autoshard import backend
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.to_tensorrt.build import Network, Recorded, checked_network
-from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter
+from autoshard.export.to_tensorrt.engine import NetworkInterpreter
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 from autoshard.runtime.mesh import init_mesh

@@ -24,8 +24,8 @@ from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.operators import attention, update_cache
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.to_tensorrt.converters.network import CONVERTERS
-from autoshard.export.weight_source import WeightSource
 
 aten = torch.ops.aten
 LENGTH = 32

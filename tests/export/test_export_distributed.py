@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.export.serial_graph import unwrapped
-from autoshard.export.weight_source import WeightSource
+from autoshard.export.serial_graph import WeightSource, unwrapped
 from autoshard.runtime.mesh import init_mesh
 from autoshard.runtime.parameters.shard import shard_parameters
 from gloo_pool import GlooPool

@@ -13,7 +13,7 @@ import older_transformers
 from autoshard.export import EngineSpec, ExportError, trtllm
 from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.operators import attention
-from autoshard.export.weight_source import WeightSource
+from autoshard.export.serial_graph import WeightSource
 from families import FAMILIES
 from side_by_side import difference_by_norm
 

@@ -17,10 +17,10 @@ from autoshard.errors import AutoshardError
 from autoshard.export import ExportError
 from autoshard.export.rank_graph import configuration, read_weights
 from autoshard.export.rank_graph.graph import QuantizedForm
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.to_tensorrt import cpu_engine
 from autoshard.export.to_tensorrt.build import checked_network, mark_refittable
 from autoshard.export.to_tensorrt.engine import Engines
-from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.engine import Engine, TensorRT
 from autoshard.weights import Sender
 from linked import checked, parts, ranks

@@ -268,7 +268,7 @@ def _embedding(graph: ModelGraph, node: fx.Node, found: Anchors, claimed: set[fx
 
 def _linear(graph: ModelGraph, node: fx.Node) -> tuple[fx.Node, Linear] | None:
     """(input, Linear) of a node that multiplies by a parameter, (.., in) @ (.., in, out)."""
-    bias = None
+    bias, dims = None, (2, 3)
     if node.target is aten.linear.default:
         x, weight = node.args[:2]
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -278,9 +278,11 @@ def _linear(graph: ModelGraph, node: fx.Node) -> tuple[fx.Node, Linear] | None:
         out_first = False
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
             return None
-    elif node.target in _PRODUCTS or _is_grouped(graph, node):
+    elif node.target in _PRODUCTS or (len(node.args) > 1 and "mm" in str(node.target)):
         x, weight = node.args[:2]
         out_first = False
+        if node.target not in _PRODUCTS:  # rows by one of a stack of matrices
+            dims = (3, 3)
     else:
         return None
     parameter = parameter_of(graph, weight)
@@ -288,7 +290,7 @@ def _linear(graph: ModelGraph, node: fx.Node) -> tuple[fx.Node, Linear] | None:
         return None
     placeholder, swapped = parameter
     shape = placeholder.meta["val"].shape
-    if len(shape) not in (2, 3):
+    if len(shape) not in dims:
         return None
     transposed = swapped if out_first else not swapped
     outputs, inputs = (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
@@ -304,14 +306,6 @@ def _linear(graph: ModelGraph, node: fx.Node) -> tuple[fx.Node, Linear] | None:
         inputs=inputs,
         node=node,
     )
-
-
-def _is_grouped(graph: ModelGraph, node: fx.Node) -> bool:
-    """Whether a node multiplies rows by one of a stack of matrices that is a parameter."""
-    if len(node.args) < 2 or "mm" not in str(node.target):
-        return False
-    parameter = parameter_of(graph, node.args[1])
-    return parameter is not None and parameter[0].meta["val"].dim() == 3
 
 
 def _biased(

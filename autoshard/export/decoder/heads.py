@@ -168,28 +168,16 @@ class _Attention:
             spread[head] = values
             return run(spread)[0] / factors
 
-        precision = self._precision(operand)
-        turns = None if still else _rotation(rotated, len(head), precision)
-        uniform = None if turns is None else turned_factors[: turns[1]]
-        if (
-            turns is None
-            or uniform is None
-            or not torch.allclose(uniform, uniform[:1].expand_as(uniform))
-            or not torch.allclose(turned_factors[turns[1] :], torch.ones(1, dtype=torch.float64))
-        ):
+        turns = None
+        if not still:
+            turns = _rotation(rotated, turned_factors, self._precision(operand))
+        if turns is None:
             raise export_error(
                 f"its {name} depends on the position otherwise than by a rotary embedding of its "
                 f"{len(head)} dims, in halves or in neighbours",
                 self.node,
             )
-        rotary = Rotary(
-            angles=turns[0],
-            dim=turns[1],
-            interleaved=turns[2],
-            magnitude=uniform[0].item(),
-            precision=precision,
-        )
-        return _Operand(projection, rows, factor, layer_norm, rotary)
+        return _Operand(projection, rows, factor, layer_norm, turns)
 
     def _normed_by_head(self, norm: fx.Node, by_head: object, factors: Tensor) -> None:
         """The norm must be over each head, its weights in the order of the head's dims."""
@@ -248,25 +236,27 @@ def _same(left: Rotary | None, right: Rotary | None) -> bool:
 
 
 def _rotation(
-    rotated: Callable[[Tensor], Tensor], head_dim: int, precision: float = 0.0
-) -> tuple[Tensor, int, bool] | None:
-    """(angles at position 1, dims that turn, whether pairs are neighbours) of `rotated`.
-
-    rotated: [head_dim] of an unrotated head -> [positions, head_dim]. precision: relative, of its
-    tables. None: it is no such rotation.
+    rotated: Callable[[Tensor], Tensor], factors: Tensor, precision: float
+) -> Rotary | None:
+    """The rotary embedding that `rotated` is, [head_dim] of an unrotated head -> [positions,
+    head_dim]; None: it is none. factors: of each dim, beside those that do not turn. precision:
+    relative, of its tables.
     """
     tolerance = max(1e-5, 4 * precision)
-    ones = torch.ones(head_dim, dtype=torch.float64)
-    other = torch.linspace(-1, 1, head_dim, dtype=torch.float64).square() + 0.25
+    ones = torch.ones_like(factors)
+    other = torch.linspace(-1, 1, len(factors), dtype=torch.float64).square() + 0.25
     of_ones, of_other = rotated(ones)[1], rotated(other)[1]
     turns = ((of_ones - ones).abs() > 1e-11) | ((of_other - other).abs() > 1e-11)
-    if not bool(turns.any()):
-        return None
-    dim = int(turns.nonzero().max()) + 1
-    if dim % 2:
+    dim = int(turns.nonzero().max()) + 1 if bool(turns.any()) else 0
+    places = torch.arange(len(factors))
+    if (
+        dim == 0
+        or dim % 2
+        or not torch.allclose(factors, torch.where(places < dim, factors[0], ones))
+    ):
         return None
     for interleaved in (False, True):
-        pairs = torch.arange(dim)
+        pairs = places[:dim]
         first, second = pairs.view(-1, 2).unbind(1) if interleaved else pairs.view(2, -1)
         cos = (of_ones[first] + of_ones[second]) / 2
         sin = (of_ones[second] - of_ones[first]) / 2
@@ -275,5 +265,11 @@ def _rotation(
         expected[second] = other[second] * cos + other[first] * sin
         one = close(cos**2 + sin**2, torch.ones_like(cos), tolerance)
         if one and close(of_other, expected, tolerance):
-            return torch.atan2(sin, cos), dim, interleaved
+            return Rotary(
+                angles=torch.atan2(sin, cos),
+                dim=dim,
+                interleaved=interleaved,
+                magnitude=factors[0].item(),
+                precision=precision,
+            )
     return None

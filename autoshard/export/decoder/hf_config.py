@@ -201,7 +201,8 @@ def rotary_magnitude(config: Any) -> float:
         return 1.0
     grown = 0.1 * math.log(max(scaling["factor"], 1.0))
     whole, part = (scaling.get(n, d) for n, d in (("mscale", 1.0), ("mscale_all_dim", 0.0)))
-    return (grown * whole + 1.0) / (grown * part + 1.0)
+    result: float = (grown * whole + 1.0) / (grown * part + 1.0)
+    return result
 
 
 def _by_type(

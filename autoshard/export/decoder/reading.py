@@ -165,26 +165,26 @@ class _Reader:
     def _layer(self, stream: Stream, attention: Attention, mlp: LayerMlp) -> Layer:
         for norm in (attention.query_norm, attention.key_norm):
             if norm is not None:
-                stream.use(norm)
+                stream.used.add(norm.node)
         dense = self._at(attention.dense)
         first = stream.norm_before(self._at(attention.query))
         reads = [stream.norm_before(self._at(one)) for one in mlp.readers]
         if any(norm.node is not reads[0].node for norm in reads):
             raise export_error("does not read the norm that the rest of the MLP reads", mlp.down)
         post_attention, post_mlp = stream.norm_after(dense), stream.norm_after(mlp.down)
-        parallel = dense not in stream.reads(reads[0]) and (
-            post_attention is None or post_attention.node not in stream.reads(reads[0])
-        )
+        before = stream.read[reads[0].node]
+        added = dense if post_attention is None else post_attention.node
+        parallel = dense not in before and added not in before
         stream.check(first)
         if parallel:
             stream.check(reads[0])
-        stream.add(dense if post_attention is None else post_attention.node)
+        stream.parts[added] = 1.0
         if not parallel:
             stream.check(reads[0])
         if mlp.routed and post_mlp is None:
-            stream.add_routed(mlp.routed)
+            stream.silent += mlp.routed
         else:
-            stream.add(mlp.down if post_mlp is None else post_mlp.node)
+            stream.parts[mlp.down if post_mlp is None else post_mlp.node] = 1.0
         return Layer(
             attention=attention,
             mlp=mlp.mlp,
@@ -201,7 +201,11 @@ class _Reader:
 
 
 class Stream:
-    """What has been added so far, from the first layer on, and the norms that have a role."""
+    """What has been added so far, from the first layer on, and the norms that have a role.
+
+    silent: projections of mixtures of experts; what a mixture adds is checked where it is read, and
+    is nothing where the results of its projections are zero, as they are made to be here.
+    """
 
     def __init__(
         self, graph: ModelGraph, found: Anchors, tokens: fx.Node, positions: fx.Node | None
@@ -225,38 +229,23 @@ class Stream:
             self.check(self.embedding_norm)
             self.parts = {self.embedding_norm.node: 1.0}
 
-    def reads(self, norm: Norm) -> list[fx.Node]:
-        return self.read[norm.node]
-
-    def use(self, norm: Norm) -> None:
-        """Count a norm as one with a role."""
-        self.used.add(norm.node)
-
     def norm_before(self, projection: fx.Node) -> Norm:
         """The norm whose result a projection reads."""
         norms = sources(self.found.inputs[projection], self.anchors)
         if len(norms) != 1 or norms[0] not in self.found.norm:
             raise export_error("does not read the result of one norm", projection)
         norm = self.found.norm[norms[0]]
-        self.use(norm)
+        self.used.add(norm.node)
         return norm
 
     def norm_after(self, projection: fx.Node) -> Norm | None:
         """The norm that reads a projection alone, before it is added to the stream."""
         for node, norm in self.found.norm.items():
             if self.read[node] == [projection]:
-                self.use(norm)
+                self.used.add(norm.node)
                 self._equals(norm, {projection: 1.0})
                 return norm
         return None
-
-    def add(self, part: fx.Node) -> None:
-        self.parts[part] = 1.0
-
-    def add_routed(self, anchors: tuple[fx.Node, ...]) -> None:
-        """A mixture of experts: what it adds is checked where it is read, and is nothing where the
-        results of its projections are zero, as they are made to be here."""
-        self.silent += anchors
 
     def check(self, norm: Norm) -> None:
         """What a norm reads must be the sum of all parts so far."""
@@ -284,7 +273,7 @@ class Stream:
         for part, weight in parts.items():
             rows = given[part].reshape(-1, hidden)
             expected = expected + weight * rows.repeat(total // len(rows), 1)
-        missing = [part for part in parts if part not in self.reads(norm)]
+        missing = [part for part in parts if part not in self.read[norm.node]]
         if missing or not close(evaluate(self.graph, node, given).reshape(-1, hidden), expected):
             raise export_error(
                 "does not read the plain sum of the embedding and of what the layers before it add",

@@ -36,9 +36,8 @@ from autoshard.export.published_form import (
     whole_parts,
 )
 from autoshard.export.quantization.layouts import BLOCK, WeightLayout, layout
-from autoshard.export.serial_graph import unwrapped
+from autoshard.export.serial_graph import WeightSource, unwrapped
 from autoshard.export.spec import weight_dtype
-from autoshard.export.weight_source import WeightSource
 
 FILE = "quantization_accuracy.json"
 _TOKENS = (2, 64)

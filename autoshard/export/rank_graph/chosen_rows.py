@@ -28,28 +28,158 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoshard.export.rank_graph.core_operators import POINTWISE
 from autoshard.export.rank_graph.graph import call_like
-from autoshard.export.rank_graph.mixture import Mixture, is_of_experts, keeps_experts, mixtures
 from autoshard.export.rank_graph.tidy import propagate
 from autoshard.export.spec import EngineSpec
-from autoshard.passes import Context, Pass, Report, replace
+from autoshard.passes import Context, Pass, Report, permutation, replace
 from autoshard.planning.cost import Cluster, OperatorWork, cluster
 from autoshard.runtime import compat
 
 aten = torch.ops.aten
 
 
-def run_chosen_rows(mixture: Mixture) -> None:
-    """Rewrite one mixture in its graph, in place; new nodes have no value."""
-    with mixture.result.graph.inserting_before(mixture.result):
-        replace(mixture.result, _Writer(mixture).write())
+@dataclass(frozen=True)
+class Mixture:
+    """The nodes of one mixture.
+
+    result: [tokens, hidden], its sum over the experts. picked: bool[experts, tokens, k], of which
+    expert of this rank each choice is. counted: like it, what each choice counts. out: what the
+    experts say, [experts, tokens, hidden]. inside: the operators that make it, in order. x: the
+    tokens.
+    """
+
+    result: fx.Node
+    picked: fx.Node
+    counted: fx.Node
+    out: fx.Node
+    inside: tuple[fx.Node, ...]
+    x: fx.Node
+
+    @property
+    def experts(self) -> int:
+        return int(self.picked.meta["val"].shape[0])
+
+    @property
+    def chosen(self) -> int:
+        """The experts that a token chooses, of all ranks'."""
+        return int(self.picked.meta["val"].shape[2])
+
+    @property
+    def matrices(self) -> list[Any]:
+        """Of each product of rows and experts' matrices, the sizes of one of these."""
+        products: list[Any] = [n for n in self.inside if n.target is aten.matmul.default]
+        return [node.args[1].meta["val"].shape[1:] for node in products]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the matrices of one expert."""
+        return sum(math.prod(sizes) for sizes in self.matrices)
+
+    @property
+    def widths(self) -> int:
+        """Numbers that a row of one token is read and written as around the products."""
+        return sum(sum(sizes) for sizes in self.matrices)
+
+
+def mixtures(graph: fx.Graph) -> Iterator[Mixture]:
+    """Those whose experts' rows are computed without a collective in between."""
+    for node in list(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)):
+        found = _read(node)
+        if found is not None:
+            yield found
+
+
+def _read(result: fx.Node) -> Mixture | None:
+    product: Any = result.args[0]
+    if list(result.args[1]) != [0] or len(result.args) > 2 or result.kwargs:  # type: ignore[arg-type]
+        return None
+    if product.target is not aten.mul.Tensor:
+        return None
+    said, share = product.args
+    if not _calls(said, aten.where.self) or not _calls(share, aten.sum.dim_IntList):
+        return None
+    chose, out, _ = said.args
+    counted = share.args[0]
+    if not _calls(chose, aten.any.dim) or not _calls(counted, aten.where.self):
+        return None
+    picked = counted.args[0]
+    if chose.args[0] is not picked or not _calls(picked, aten.eq.Tensor):
+        return None
+    shape = picked.meta["val"].shape
+    if len(shape) != 3 or out.meta["val"].dim() != 3:
+        return None
+    inside: dict[fx.Node, None] = {}
+    x = _follow(out, shape[0], inside)
+    users = {user for node in inside for user in node.users}
+    if x is None or users - inside.keys() - {said}:
+        return None
+    return Mixture(result, picked, counted, out, tuple(sorted(inside)), x)
+
+
+def _follow(out: fx.Node, experts: int, inside: dict[fx.Node, None]) -> fx.Node | None:
+    """The tokens that the experts' rows are made of; None where they are made in another way."""
+    x: fx.Node | None = None
+    waiting = [out]
+    while waiting:
+        node = waiting.pop()
+        if node in inside:
+            continue
+        inside[node] = None
+        args: Any = node.args
+        if node.target is aten.matmul.default:
+            rows, stack = args
+            if not is_of_experts(stack, experts):
+                return None
+            if not _calls(rows, aten.unsqueeze.default) or rows.args[1] != 0:
+                waiting.append(rows)
+            elif x in (None, rows.args[0]):
+                x = rows.args[0]
+            else:
+                return None
+        elif node.target in POINTWISE:
+            waiting += [
+                operand
+                for operand in node.all_input_nodes
+                if getattr(operand.meta["val"], "shape", ()) != ()
+                and not is_of_experts(operand, experts)
+            ]
+        elif node.target is aten.slice.Tensor and args[1] in (2, -1):
+            waiting.append(args[0])
+        else:
+            return None
+    return x
+
+
+def is_of_experts(node: Any, experts: int) -> bool:
+    """Whether it is made of one weight alone, whose first dim is that of the experts."""
+    if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], torch.Tensor):
+        return False
+    at = node
+    while at.op != "placeholder":
+        column = at.target is aten.unsqueeze.default and at.args[1] in (1, -2)  # of vectors
+        if not column and not keeps_experts(at):
+            return False
+        at = at.args[0]  # type: ignore[assignment]
+    shape = at.meta["val"].shape
+    return len(shape) > 1 and shape[0] == experts and all(isinstance(size, int) for size in shape)
+
+
+def keeps_experts(node: fx.Node) -> bool:
+    """Whether an operator leaves the first dim of a stack of matrices where it is."""
+    order = permutation(node)
+    return node.target is aten._to_copy.default if order is None else order[0] == 0
+
+
+def _calls(node: Any, target: Callable[..., Any]) -> bool:
+    return isinstance(node, fx.Node) and node.target is target
 
 
 def blocks_of(tokens: int, chosen: int, experts: int) -> tuple[int, int]:
@@ -193,7 +323,8 @@ class RunCheaperRows(Pass, optional=True):
                 for form in (True, False)
             )
             if chosen < every:
-                run_chosen_rows(mixture)
+                with gm.graph.inserting_before(mixture.result):
+                    replace(mixture.result, _Writer(mixture).write())
                 report.hits += 1
             else:
                 said = f"chosen rows take {chosen:.3g} s, every expert on every token {every:.3g} s"
@@ -220,19 +351,13 @@ def calls_of(mixture: Mixture, sizes: Mapping[str, str], spec: EngineSpec) -> li
     ]
 
 
-def rows(mixture: Mixture, tokens: int, chosen: bool) -> int:
-    """Rows of a call that go through an expert."""
-    if not chosen:
-        return mixture.experts * tokens
-    return math.prod(blocks_of(tokens, mixture.chosen, mixture.experts))
-
-
 def seconds(mixture: Mixture, tokens: int, chosen: bool, machine: Cluster) -> float:
     """Roofline seconds of a call: products, matrices that are read (one that is looked up is read,
     written and read again), rows that are read and written."""
-    val, count, matrices = mixture.out.meta["val"], rows(mixture, tokens, chosen), mixture.experts
+    val, count, matrices = mixture.out.meta["val"], mixture.experts * tokens, mixture.experts
     if chosen:
-        matrices = 3 * blocks_of(tokens, mixture.chosen, mixture.experts)[0]
+        blocks, block = blocks_of(tokens, mixture.chosen, mixture.experts)
+        count, matrices = blocks * block, 3 * blocks
     nbytes = (matrices * mixture.parameters + count * mixture.widths) * val.element_size()
     spent = machine.seconds(OperatorWork(2.0 * count * mixture.parameters, nbytes, val.dtype))
     return spent + (_PLACING_SECONDS if chosen else 0.0)

@@ -43,42 +43,24 @@ POINTWISE = (
     *(aten.logical_not.default, aten.where.self, aten.clamp.default, aten._to_copy.default),
 )
 PRODUCTS = (aten.linear.default, aten.matmul.default, aten.addmm.default)
-CONVOLUTIONS = (aten.convolution.default, aten.max_pool2d_with_indices.default)
-REDUCTIONS = (
+OVER_DIMS = (  # of the first operand
     *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
     *(aten.any.dim, aten.cumsum.default, aten.softmax.int, aten._softmax.default),
-    *(aten.topk.default, aten.argmax.default),
-)
-NORMS = (aten.layer_norm.default,)
-LOOKUPS = (
-    *(aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default),
-    aten.scatter.src,
-)
-LAYOUT = (
-    *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.expand.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int),
-    *(aten.cat.default,),
-)
-FACTORIES = (aten.arange.start_step, aten.full.default)
-SIZES = (aten.sym_size.int,)
-ATTENTION = (aten.scaled_dot_product_attention.default,)
-COLLECTIVES = (
-    *(_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default),
-    *(_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default),
-    *(_c10d.broadcast.default, _c10d.wait_tensor.default),
+    *(aten.topk.default, aten.argmax.default, aten.layer_norm.default),
 )
 CORE: frozenset[Any] = frozenset(
-    POINTWISE
-    + PRODUCTS
-    + CONVOLUTIONS
-    + REDUCTIONS
-    + NORMS
-    + LOOKUPS
-    + LAYOUT
-    + FACTORIES
-    + SIZES
-    + ATTENTION
-    + COLLECTIVES
+    (
+        *(*POINTWISE, *PRODUCTS, *OVER_DIMS, aten.scaled_dot_product_attention.default),
+        *(aten.convolution.default, aten.max_pool2d_with_indices.default),
+        *(aten.embedding.default, aten.index.Tensor, aten.index_select.default),
+        *(aten.gather.default, aten.scatter.src, aten.sym_size.int),
+        *(aten.reshape.default, aten.permute.default, aten.transpose.int, aten.expand.default),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int),
+        *(aten.cat.default, aten.arange.start_step, aten.full.default),
+        *(_c10d.all_reduce.default, _c10d.all_gather_into_tensor.default),
+        *(_c10d.reduce_scatter_tensor.default, _c10d.all_to_all_single.default),
+        *(_c10d.broadcast.default, _c10d.wait_tensor.default),
+    )
 )
 """Every ATen operator and collective a normalised graph may hold."""
 

@@ -94,19 +94,14 @@ Places = dict[fx.Node, Place | None]
 """Of each node; None where its value has nothing of the axis."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Numbers in the place of the symbols of a graph. values: by symbol."""
+def numbers_of(sizes: Mapping[str, str], batch: int, sequence: int) -> dict[str, int]:
+    """Of each symbol, by whose name it is, a number. sizes: the name of each symbol."""
+    return {symbol: {"batch": batch, "sequence": sequence}[name] for symbol, name in sizes.items()}
 
-    values: Mapping[str, int]
 
-    def of(self, extent: Any) -> int:
-        """The number that a size becomes."""
-        return size_of(extent, self.values)
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """The shape of a node's tensor."""
-        return tuple(self.of(extent) for extent in node.meta["val"].shape)
+def shape_of(node: fx.Node, numbers: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a node's tensor, with numbers in the place of symbols."""
+    return tuple(size_of(extent, numbers) for extent in node.meta["val"].shape)
 
 
 def symbol_of(sizes: Mapping[str, str], name: str) -> str | None:

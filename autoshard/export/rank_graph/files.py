@@ -22,9 +22,8 @@ from autoshard.export.rank_graph.cache import Runner, check_cached
 from autoshard.export.rank_graph.graph import Port, RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
 from autoshard.export.rank_graph.weights import read_weights
-from autoshard.export.serial_graph import unwrapped
+from autoshard.export.serial_graph import WeightSource, unwrapped
 from autoshard.export.spec import EngineSpec
-from autoshard.export.weight_source import WeightSource
 from autoshard.runtime.agreement import gather
 
 
@@ -172,11 +171,10 @@ def _write(
     spec: EngineSpec,
     progress: Progress | None,
 ) -> None:
-    job = source.job
+    job, tell = source.job, progress or (lambda *said: None)
 
     def say(what: str, done: int) -> None:
-        if progress is not None:
-            progress(what, done, spec.tp)
+        tell(what, done, spec.tp)
 
     def prepare() -> tuple[InferencePlan, RankGraph]:
         say("planning", 0)

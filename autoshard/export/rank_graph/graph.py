@@ -162,6 +162,17 @@ def call_like(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     return made
 
 
+def valued_call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call and its value."""
+    made = call_like(like, target, *args, **kwargs)
+    args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda n: n.meta["val"])
+    near = (*made.all_input_nodes, made.prev, made.next)  # a constant reads nothing
+    tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
+    with tensor.fake_mode, torch.no_grad():
+        made.meta["val"] = target(*args, **kwargs)
+    return made
+
+
 class Constants:
     """Constants that a pass adds to a graph, named `name` and their number; those alike once."""
 

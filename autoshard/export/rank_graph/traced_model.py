@@ -110,7 +110,7 @@ def traced_call(model: nn.Module, spec: EngineSpec) -> dict[str, Any]:
     for parameter in bound.signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             call.update(call.pop(parameter.name, {}))
-    sizes = _primes(_planned_sizes(spec), spec.tp)
+    sizes = _planned_sizes(spec)
     # the decoder of an encoder-decoder continues a sequence, the encoder's stays as it is
     lone = {name: size for name, size in sizes.items() if name != "sequence"}
     split = spec.max_length is not None and TOKENS in call
@@ -130,23 +130,15 @@ def traced_call(model: nn.Module, spec: EngineSpec) -> dict[str, Any]:
 
 def _planned_sizes(spec: EngineSpec) -> dict[str, int]:
     """The sizes to plan for. With a cache nearly every call has the fewest tokens: a plan for
-    prompts would send weights between ranks at each of them, where activations are smaller."""
-    sizes = {name: extent.optimum for name, extent in spec.extents.items()}
-    if spec.max_length is not None and "sequence" in sizes:
-        sizes["sequence"] = spec.extents["sequence"].minimum
-    return sizes
-
-
-def _primes(sizes: Mapping[str, int], tp: int) -> dict[str, int]:
-    """For each dynamic size a prime that no other has: sharding asks whether a size is divisible,
-    and torch takes equal sizes for the same one."""
-    taken = {tp}
+    prompts would send weights between ranks at each of them, where activations are smaller. Each
+    is a prime that no other has: sharding asks whether a size is divisible, and torch takes equal
+    sizes for the same one."""
     chosen: dict[str, int] = {}
-    for name, wanted in sizes.items():
-        size = max(wanted, 2 * tp + 1, 3)
-        while size in taken or any(size % i == 0 for i in range(2, math.isqrt(size) + 1)):
+    for name, extent in spec.extents.items():
+        fewest = spec.max_length is not None and name == "sequence"
+        size = max(extent.minimum if fewest else extent.optimum, 2 * spec.tp + 1, 3)
+        while size in chosen.values() or any(size % i == 0 for i in range(2, math.isqrt(size) + 1)):
             size += 1
-        taken.add(size)
         chosen[name] = size
     return chosen
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from torch import fx
 from autoshard.export.quantization import BlockScaled, block_scaled
 from autoshard.export.rank_graph.graph import QuantizedForm, RankGraph, RankWeight
 from autoshard.export.rank_graph.operators import dequantize
-from autoshard.export.weight_source import WeightSource
+from autoshard.export.serial_graph import WeightSource, whole
 from autoshard.passes import Context, Pass, Report
 from autoshard.runtime.collectives import Axis, chunk_bounds, shard_dim
 from autoshard.runtime.graph_meta import WEIGHT
@@ -54,8 +55,8 @@ def _dequantized(graph: fx.Graph, node: fx.Node, weight: RankWeight, axis: Axis)
     """Have the users of a weight read what its numbers and scales stand for."""
     assert weight.quantized is not None
     val = node.meta["val"]
-    whole = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    part = quantized_part(weight, axis, whole)
+    empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    part = quantized_part(weight, axis, empty)
     with graph.inserting_after(node):
         scale = graph.placeholder(weight.quantized.scale)
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
@@ -74,62 +75,51 @@ def _dequantized(graph: fx.Graph, node: fx.Node, weight: RankWeight, axis: Axis)
     result.meta["val"] = new.meta["val"] if result is new else val
 
 
-def quantized_part(weight: RankWeight, axis: Axis, whole: torch.Tensor) -> BlockScaled:
-    """What a rank holds of a quantized weight, as a matrix. whole: of the weight's shape, in its
+def quantized_part(weight: RankWeight, axis: Axis, value: torch.Tensor) -> BlockScaled:
+    """What a rank holds of a quantized weight, as a matrix. value: of the weight's shape, in its
     dtype; without memory, for what it will be."""
     assert weight.quantized is not None
-    made = block_scaled(weight.quantized.kind, whole, weight.quantized.rows)
+    made = block_scaled(weight.quantized.kind, value, weight.quantized.rows)
     dim = shard_dim(weight.state)
     if dim is not None:
-        made = made.part(dim, *chunk_bounds(whole.shape[dim], axis))
+        made = made.part(dim, *chunk_bounds(value.shape[dim], axis))
     return made.matrix
 
 
-@dataclass(frozen=True)
-class Shard:
-    """What rank `axis.rank` stores of a weight."""
-
-    weight: RankWeight
-    axis: Axis
-
-    def needs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """For each dim, the first index it needs and one past the last: all, where scales are of
-        more than a rank's part."""
-        needed = [(0, size) for size in shape]
-        dim = shard_dim(self.weight.state)
-        if dim is not None and self.weight.quantized is None:
-            start, length = chunk_bounds(shape[dim], self.axis)
-            needed[dim] = (start, start + length)
-        return needed
-
-    def take(self, tensor: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
-        """The shard, contiguous on the CPU in the weight's dtype, of a tensor that begins at
-        index `starts` of the whole."""
-        for dim, (first, last) in enumerate(self.needs(self.weight.shape)):
-            tensor = tensor.narrow(dim, first - starts[dim], last - first)
-        return tensor.to("cpu", self.weight.dtype).contiguous()
+def _needed(weight: RankWeight, axis: Axis, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """For each dim the first index that a rank needs and one past the last: all, where scales are
+    of more than its part."""
+    needed = whole(shape)
+    dim = shard_dim(weight.state)
+    if dim is not None and weight.quantized is None:
+        start, length = chunk_bounds(shape[dim], axis)
+        needed[dim] = (start, start + length)
+    return needed
 
 
-def read_weights(source: WeightSource, graph: RankGraph, first: int = 0) -> dict[str, torch.Tensor]:
-    """The weights of the rank that this process builds, by placeholder: `first` + its own rank.
+def read_weights(source: WeightSource, graph: RankGraph, turn: int = 0) -> dict[str, torch.Tensor]:
+    """The weights of the rank that this process builds, by placeholder: `turn` + its own rank.
 
     graph: of any rank. Empty where the mesh has no such rank. Collective where the model stores
     shards: one parameter at a time, and a parameter is gathered only where what some process holds
     is not what it needs, or where it is quantized. A quantized one is its numbers, its scales by
     the placeholder of these.
     """
-    ranks = range(first, min(first + source.job.size, graph.tp))
+    ranks = range(turn, min(turn + source.job.size, graph.tp))
     mine = source.job.rank
     parts: dict[str, torch.Tensor] = {}
     for target, weight in sorted(graph.weights.items(), key=lambda item: item[1].name):
-        shards = [Shard(weight, graph.axis._replace(rank=rank)) for rank in ranks]
-        block = source.read(weight.name, [[shard.needs] for shard in shards])
-        if mine >= len(shards):
+        axes = [graph.axis._replace(rank=rank) for rank in ranks]
+        block = source.read(weight.name, [[partial(_needed, weight, axis)] for axis in axes])
+        if mine >= len(axes):
             continue
-        part = shards[mine].take(block.tensor, block.starts)
+        part, axis = block.tensor, axes[mine]
+        for dim, (first, last) in enumerate(_needed(weight, axis, weight.shape)):
+            part = part.narrow(dim, first - block.starts[dim], last - first)
+        part = part.to("cpu", weight.dtype).contiguous()
         if weight.quantized is None:
             parts[target] = part
         else:
-            held = quantized_part(weight, shards[mine].axis, part)
+            held = quantized_part(weight, axis, part)
             parts[target], parts[weight.quantized.scale] = held.values, held.scale
     return parts

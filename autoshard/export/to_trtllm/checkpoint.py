@@ -21,12 +21,18 @@ from torch import nn
 from autoshard.export.decoder import read_decoder
 from autoshard.export.destination import Destination, Progress, SafetensorsFile
 from autoshard.export.errors import ExportError, export_error, on_every_rank
-from autoshard.export.serial_graph import ModelGraph, model_graph, unwrapped
+from autoshard.export.serial_graph import (
+    Block,
+    ModelGraph,
+    Region,
+    WeightSource,
+    model_graph,
+    unwrapped,
+)
 from autoshard.export.spec import Example, axis_sizes, weight_dtype
 from autoshard.export.to_trtllm.config import checkpoint_config
 from autoshard.export.to_trtllm.families import family_of
 from autoshard.export.to_trtllm.tensors import Entry, Split, check_split, rank_tensors
-from autoshard.export.weight_source import Block, Region, WeightSource
 from autoshard.runtime import compat
 
 _REMEDY = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.export.decoder import ConfigFacts, Decoder, Mlp, config_facts
+from autoshard.export.decoder import Attention, ConfigFacts, Decoder, Mlp, config_facts
 from autoshard.export.errors import export_error
 from autoshard.export.to_trtllm.families import (
     BLOOM,
@@ -51,7 +51,8 @@ def checkpoint_config(
         "hidden_size": decoder.hidden,
         "num_hidden_layers": len(decoder.layers),
         "num_attention_heads": attention.heads,
-        "hidden_act": _activation(mlp.activation, family, told),
+        "hidden_act": (family.own_activation and told.activation)
+        or family.activations[mlp.activation],
         "logits_dtype": "float32",
         "norm_epsilon": decoder.norm.eps,
         "runtime_defaults": None,
@@ -84,17 +85,9 @@ def checkpoint_config(
         "share_embedding_table": split.share_embedding,
         "head_size": attention.head_dim,
         "qk_layernorm": False,
-        "rotary_embedding_dim": attention.head_dim
-        if attention.rotary is None
-        else attention.rotary.dim,
+        "rotary_embedding_dim": _turned(attention),
         **family_fields(decoder, family, told, longest),
     }
-
-
-def _activation(name: str, family: Family, told: ConfigFacts) -> str:
-    """The family's name of the activation; a configuration's own where the family takes it."""
-    own = told.activation if family.own_activation else None
-    return family.activations[name] if own is None else own
 
 
 _SERVE = "Serve a Hugging Face directory instead (autoshard export huggingface)."
@@ -105,19 +98,19 @@ def family_fields(
 ) -> dict[str, Any]:
     """The fields. Raises ExportError where a family has none for what the decoder has."""
     first = decoder.layers[0]
-    biases = {
-        "mlp_bias": first.mlp.down.bias is not None,
-        "attn_bias": first.attention.query.bias is not None,
-    }
+    attention, mlp, base = first.attention, first.mlp, told.rotary.base
+    biases = {"mlp_bias": mlp.down.bias is not None, "attn_bias": attention.query.bias is not None}
     rotary = _rotary(family, told)
+    # the part of a head that turns; int(part * head_dim) is what TensorRT-LLM turns
+    part = _turned(attention) / attention.head_dim
+    part += 0 if int(part * attention.head_dim) == _turned(attention) else 1e-9
     if family in (LLAMA, MIXTRAL):
-        mode = int(first.mlp.renormalised) if first.mlp.experts else None
         return {
             **biases,
             **rotary,
             "residual_mlp": False,
             "disable_weight_only_quant_plugin": False,
-            "moe": _moe(mode, first.mlp),
+            "moe": _moe(int(mlp.renormalised) if mlp.experts else None, mlp),
             "remove_duplicated_kv_heads": False,
             "fc_after_embed": False,
             "use_input_layernorm_in_first_layer": True,
@@ -127,33 +120,73 @@ def family_fields(
     if family in (GEMMA, GEMMA2, GEMMA3):
         return {**biases, **rotary, **_gemma(decoder, family, told)}
     if family is PHI3:
-        return {**rotary, **_phi3(decoder, told, longest)}
+        scaling = told.rotary.scaling
+        original = "original_max_position_embeddings"
+        return {
+            **rotary,
+            "rotary_pct": part,
+            "tie_word_embeddings": decoder.tied,
+            **(
+                {}
+                if scaling is None
+                else {
+                    "position_embedding_type": "long_rope",
+                    original: scaling[original],
+                    "longrope_scaling_short_factors": list(scaling["short_factor"]),
+                    "longrope_scaling_long_factors": list(scaling["long_factor"]),
+                }
+            ),
+        }
     if family in (GPT2, STARCODER2):
-        return _gpt(decoder, family, told)
+        return {
+            "gpt_variant": family.name,
+            "bias": attention.dense.bias is not None,
+            "q_scaling": 1,
+            "embedding_scale": None,
+            "apply_query_key_layer_scaling": False,
+            "rotary_pct": 1.0,
+            **rotary,
+            "inner_layernorm": False,
+            "norm_before_bmm1": False,
+            "moe": _moe(1, mlp),
+        }
     if family is FALCON:
         two_norms = first.parallel and first.mlp_norm is not first.attention_norm
-        grouped = first.attention.kv_heads not in (1, first.attention.heads)
+        grouped = attention.kv_heads not in (1, attention.heads)
         return {
-            "bias": first.attention.dense.bias is not None,
+            "bias": attention.dense.bias is not None,
             "parallel_attention": first.parallel,
             "num_ln_in_parallel_attn": told.norms_in_parallel,
             "new_decoder_architecture": two_norms or grouped,
-            "rotary_base": told.rotary.base,
+            "rotary_base": base,
         }
     if family is GPT_NEOX:
         # its attention reads rotary_emb_base, the table of angles is made from rotary_base
-        return {
-            "rotary_pct": _part(decoder),
-            "rotary_emb_base": told.rotary.base,
-            "rotary_base": told.rotary.base,
-        }
+        return {"rotary_pct": part, "rotary_emb_base": base, "rotary_base": base}
     if family is GPTJ:
-        return {"rotary_dim": _turned(decoder), "rotary_base": told.rotary.base}
+        return {"rotary_dim": _turned(attention), "rotary_base": base}
     if family is OPT:
         return {"do_layer_norm_before": True}
     if family is BLOOM:
         return {}
-    return {**biases, **rotary, **_qwen(decoder, family)}
+    return {
+        **biases,
+        **rotary,
+        "disable_weight_only_quant_plugin": False,
+        "num_labels": 1,
+        "use_logn_attn": False,
+        "seq_length": 8192,
+        "moe": _moe(int(mlp.renormalised and mlp.experts > 0), mlp),
+        "qwen_type": family.name,
+        "moe_intermediate_size": mlp.width if mlp.experts else 0,
+        "moe_shared_expert_intermediate_size": 0 if mlp.shared is None else mlp.shared.width,
+        "tie_word_embeddings": decoder.tied,
+    }
+
+
+def _turned(attention: Attention) -> int:
+    """The dims of a head that a rotary embedding turns, all where there is none."""
+    return attention.head_dim if attention.rotary is None else attention.rotary.dim
 
 
 def _rotary(family: Family, told: ConfigFacts) -> dict[str, Any]:
@@ -162,17 +195,12 @@ def _rotary(family: Family, told: ConfigFacts) -> dict[str, Any]:
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
     simple = (LLAMA, MIXTRAL, GEMMA, GEMMA2, STARCODER2, GPT2)
     known = family in simple or family.name.startswith("qwen")
-    ok: set[str | None] = {None}
-    if known:
-        ok |= {"linear", "llama3", "yarn"}
-    if family is PHI3:
-        ok |= {"longrope"}
-    if kind not in ok:
+    if kind == "longrope" and family is PHI3:
+        scaling = None  # it has fields of its own
+    elif kind is not None and not (known and kind in ("linear", "llama3", "yarn")):
         raise export_error(
             f"TensorRT-LLM's {family.name} has no rotary scaling of type {kind}", remedy=_SERVE
         )
-    if scaling is not None and kind == "longrope":
-        scaling = None
     return {"rotary_base": told.rotary.base, "rotary_scaling": scaling}
 
 
@@ -210,67 +238,6 @@ def _pattern(local: tuple[bool, ...]) -> int:
             remedy=_SERVE,
         )
     return first
-
-
-def _phi3(decoder: Decoder, told: ConfigFacts, longest: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {"rotary_pct": _part(decoder), "tie_word_embeddings": decoder.tied}
-    scaling = told.rotary.scaling
-    if scaling is None:
-        return fields
-    return {
-        **fields,
-        "position_embedding_type": "long_rope",
-        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
-        "longrope_scaling_short_factors": list(scaling["short_factor"]),
-        "longrope_scaling_long_factors": list(scaling["long_factor"]),
-    }
-
-
-def _qwen(decoder: Decoder, family: Family) -> dict[str, Any]:
-    mlp = decoder.layers[0].mlp
-    experts = mlp.experts > 0
-    shared = 0 if mlp.shared is None else mlp.shared.width
-    return {
-        "disable_weight_only_quant_plugin": False,
-        "num_labels": 1,
-        "use_logn_attn": False,
-        "seq_length": 8192,
-        "moe": _moe(int(mlp.renormalised) if experts else 0, mlp),
-        "qwen_type": family.name,
-        "moe_intermediate_size": mlp.width if experts else 0,
-        "moe_shared_expert_intermediate_size": shared,
-        "tie_word_embeddings": decoder.tied,
-    }
-
-
-def _gpt(decoder: Decoder, family: Family, told: ConfigFacts) -> dict[str, Any]:
-    learned = decoder.layers[0].attention.rotary is None
-    rotary = {"rotary_base": 10000.0, "rotary_scaling": None} if learned else _rotary(family, told)
-    return {
-        "gpt_variant": family.name,
-        "bias": decoder.layers[0].attention.dense.bias is not None,
-        "q_scaling": 1,
-        "embedding_scale": None,
-        "apply_query_key_layer_scaling": False,
-        "rotary_pct": 1.0,
-        **rotary,
-        "inner_layernorm": False,
-        "norm_before_bmm1": False,
-        "moe": _moe(1, decoder.layers[0].mlp),
-    }
-
-
-def _turned(decoder: Decoder) -> int:
-    rotary = decoder.layers[0].attention.rotary
-    assert rotary is not None
-    return rotary.dim
-
-
-def _part(decoder: Decoder) -> float:
-    """The part of a head that turns; int(part * head_dim) is what TensorRT-LLM turns."""
-    head_dim = decoder.layers[0].attention.head_dim
-    part = _turned(decoder) / head_dim
-    return part if int(part * head_dim) == _turned(decoder) else part + 1e-9
 
 
 def _moe(normalization: int | None, mlp: Mlp) -> dict[str, Any]:

@@ -24,7 +24,8 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family. architectures: the names it covers. activations: the names it gives to
+    """One family. architectures: the names it covers, the first where no configuration gives one.
+    activations: the names it gives to
     functions. has: for each feature (`features`), the values it may have; others are as in _PLAIN.
 
     mlp_norm: the name of the norm before the MLP. eps: of its norms, where no field of its
@@ -43,11 +44,6 @@ class Family:
     own_activation: bool = False
     fused_gate: bool = False
     shares_embedding: bool = False
-
-    @property
-    def architecture(self) -> str:
-        """Its name where no configuration gives one."""
-        return self.architectures[0]
 
 
 _PLAIN: dict[str, tuple[object, ...]] = {

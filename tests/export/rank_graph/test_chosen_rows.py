@@ -12,14 +12,13 @@ from torch import fx
 
 import engine_cases as cases
 from autoshard.export.rank_graph import chosen_rows
-from autoshard.export.rank_graph.chosen_rows import blocks_of
+from autoshard.export.rank_graph.chosen_rows import blocks_of, mixtures
 from autoshard.export.rank_graph.graph import RankGraph
-from autoshard.export.rank_graph.mixture import mixtures
 from autoshard.export.rank_graph.plan import plan_inference
 from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.spec import EngineSpec
 from autoshard.export.to_tensorrt.build import build, check_capabilities, checked_network
-from autoshard.export.weight_source import WeightSource
 from autoshard.planning.cost.clusters import cluster
 from network_runs import interpret
 from onnx_evaluator import evaluate

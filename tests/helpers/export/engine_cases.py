@@ -12,8 +12,8 @@ from torch import nn
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan, plan_inference
 from autoshard.export.rank_graph.weights import read_weights
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.spec import EngineSpec
-from autoshard.export.weight_source import WeightSource
 from autoshard.verification.comparison import furthest
 from side_by_side import difference_by_norm
 

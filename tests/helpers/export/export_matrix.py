@@ -44,11 +44,10 @@ from autoshard.export import EngineSpec, huggingface, trtllm
 from autoshard.export.rank_graph import plan_inference, read_weights
 from autoshard.export.rank_graph.cache import check_cached
 from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.serial_graph import WeightSource
 from autoshard.export.to_onnx import onnx_program
 from autoshard.export.to_tensorrt.build import build, checked_network
-from autoshard.export.to_tensorrt.engine import builder_module
-from autoshard.export.to_tensorrt.interpreter import LoneInterpreter
-from autoshard.export.weight_source import WeightSource
+from autoshard.export.to_tensorrt.engine import LoneInterpreter, builder_module
 from autoshard.verification.comparison import furthest
 from families import FAMILIES, VOCABULARY, Family
 from network_runs import interpret

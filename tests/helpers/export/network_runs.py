@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from autoshard.export.to_tensorrt.build import Network
-from autoshard.export.to_tensorrt.interpreter import NetworkInterpreter
+from autoshard.export.to_tensorrt.engine import NetworkInterpreter
 from autoshard.runtime.collectives import Axis, run_ranks
 
 

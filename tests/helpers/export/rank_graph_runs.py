@@ -11,7 +11,7 @@ from torch import fx, nn
 from autoshard.export.rank_graph.graph import RankGraph
 from autoshard.export.rank_graph.plan import InferencePlan
 from autoshard.export.rank_graph.weights import read_weights
-from autoshard.export.weight_source import WeightSource
+from autoshard.export.serial_graph import WeightSource
 from autoshard.runtime.collectives import lockstep
 from autoshard.runtime.collectives.axis import Axis
 

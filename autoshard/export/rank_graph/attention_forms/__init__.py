@@ -5,9 +5,9 @@ from __future__ import annotations
 from autoshard.export.rank_graph.attention_forms.engine_forms import (
     CachedMasks,
     ExpandAttention,
+    PlainAttention,
     WriteMasks,
 )
 from autoshard.export.rank_graph.attention_forms.masks import Sight
-from autoshard.export.rank_graph.attention_forms.plain import PlainAttention
 from autoshard.export.rank_graph.attention_forms.written import FuseWritten
 from autoshard.export.rank_graph.operators import is_expanded

@@ -28,7 +28,7 @@ from torch import fx
 
 from autoshard.export.errors import export_error
 from autoshard.export.rank_graph.attention_forms.written import hides
-from autoshard.export.rank_graph.evaluation import Unknown, computed, is_known
+from autoshard.export.rank_graph.evaluation import Unknown, computed, is_known, numbers_of
 from autoshard.planning import reached
 
 aten = torch.ops.aten
@@ -92,13 +92,9 @@ def learned_bias(term: fx.Node, sizes: Mapping[str, str], length: int) -> Learne
     if len(shape) not in (3, 4) or (len(shape) == 4 and shape[0] != 1):
         return None
 
-    def index(tokens: int) -> torch.Tensor:
-        numbers = {symbol: {"batch": 1, "sequence": tokens}[name] for symbol, name in sizes.items()}
-        found: torch.Tensor = computed(where, numbers, {})  # type: ignore[arg-type]
-        return found
-
+    index: Any = where
     try:
-        whole, small = index(length), index(_TRIED)
+        whole, small = (computed(index, numbers_of(sizes, 1, n), {}) for n in (length, _TRIED))
     except Unknown:
         return None
     if whole.shape != (length, length):
@@ -172,27 +168,24 @@ def read_mask(mask: fx.Node, sizes: Mapping[str, str], largest: Mapping[str, int
     sizes: the name of each symbol; largest: the largest value of each name.
     """
     longest = largest.get("sequence", 1)
-    tried = [{"batch": 2, "sequence": 7}, {"batch": 1, "sequence": min(longest, PROVEN)}]
+    tried = [(2, _TRIED), (1, min(longest, PROVEN))]  # batch, sequence
     found: Sight | None = None
     learned: LearnedBias | None = None
     try:
-        small = {symbol: tried[0][name] for symbol, name in sizes.items()}
+        small = numbers_of(sizes, *tried[0])
         terms, others = _terms(mask, lambda node: is_known(lambda: computed(node, small, {})))
         if not terms:
             return None
         if others:
             (other, *more) = others
-            learned = learned_bias(other, sizes, tried[1]["sequence"])
+            learned = learned_bias(other, sizes, tried[1][1])
             if more or learned is None or longest > PROVEN:
                 return None
         for numbers in tried:
             known: dict[fx.Node, Any] = {}
-            by_symbol = {symbol: numbers[name] for symbol, name in sizes.items()}
-            values = [computed(term, by_symbol, known) for term in terms]
-            sight = _sight(values, numbers["sequence"])
-            if sight is None:
-                return None
-            if found is not None and not _continues(found, sight, tried[0]["sequence"]):
+            values = [computed(term, numbers_of(sizes, *numbers), known) for term in terms]
+            sight = _sight(values, numbers[1])
+            if sight is None or (found is not None and not _continues(found, sight, _TRIED)):
                 return None
             found = sight
     except Unknown:
@@ -236,8 +229,7 @@ def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
     pairs: torch.Tensor | None = None
     for value in terms:
         if value.dim() >= 2 and value.shape[-2] == 1 and value.shape[-1] > 1:
-            rows = value.reshape(*(1,) * (4 - value.dim()), *value.shape).squeeze(-2)
-            alike = _heads(rows) if value.dtype.is_floating_point else None
+            alike = _heads(value) if value.dtype.is_floating_point else None
             if alike is None:
                 return None
             alike = alike.float() - alike[:, :1].float()  # of a whole row, softmax takes no notice
@@ -247,7 +239,7 @@ def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
         if square is None:
             return None
         if value.dtype != torch.bool and bool((rest := value.masked_fill(~square, 0)).any()):
-            alike = _heads(rest.reshape(*(1,) * (4 - rest.dim()), *rest.shape).flatten(-2))
+            alike = _heads(rest)
             if alike is None or pairs is not None:
                 return None
             pairs = alike.float().unflatten(-1, square.shape)
@@ -264,7 +256,7 @@ def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
     if seen.shape[-2] != n:
         return None
     window = int(seen[-1].sum())
-    if not torch.equal(seen, _visible(n, window)):
+    if not torch.equal(seen, torch.ones_like(seen).tril().triu(1 - window)):
         return None
     table = None
     if pairs is not None:
@@ -272,12 +264,6 @@ def _sight(terms: list[torch.Tensor], length: int) -> Sight | None:
         if n != length or not alike_at_distance(pairs, table, seen):
             return None
     return Sight(True, window if window < n else None, bias, table)
-
-
-def _visible(n: int, window: int) -> torch.Tensor:
-    """[n, n]: each query sees the last `window` keys up to its own."""
-    seen = torch.ones(n, n, dtype=torch.bool)
-    return seen.tril() & seen.triu(1 - window)
 
 
 def _square(value: torch.Tensor) -> torch.Tensor | None:
@@ -288,14 +274,18 @@ def _square(value: torch.Tensor) -> torch.Tensor | None:
         if not value.dtype.is_floating_point:
             return None
         value = value > torch.finfo(value.dtype).min / 2
-    value = value.reshape(-1, *value.shape[-2:])
-    return value[0] if bool((value == value[:1]).all()) else None
+    return _first(value.reshape(-1, *value.shape[-2:]))
 
 
 def _heads(value: torch.Tensor) -> torch.Tensor | None:
-    """[heads or 1, keys] of [batch, heads, keys], the rows of the batch alike."""
-    if value.dim() != 3:
+    """[heads or 1, queries * keys] of a mask of up to 4 dims, the rows of the batch alike."""
+    if value.dim() > 4:
         return None
+    return _first(value.reshape(*(1,) * (4 - value.dim()), *value.shape).flatten(-2))
+
+
+def _first(value: torch.Tensor) -> torch.Tensor | None:
+    """What all entries of the first dim are, where they are alike."""
     return value[0] if bool((value == value[:1]).all()) else None
 
 
@@ -305,14 +295,13 @@ def _continues(short: Sight, long: Sight, length: int) -> bool:
         return False
     if (short.window or length) != min(long.window or length, length):
         return False
-    pairs = [(short.bias, long.bias), (short.distances, long.distances)]
-    return all(_begins(one, other, length) for one, other in pairs)
-
-
-def _begins(short: Any, long: Any, length: int) -> bool:
-    if short is None or long is None:
-        return short is long
-    return torch.allclose(short, long[:, :length], rtol=1e-5, atol=1e-5)
+    pairs: Any = [(short.bias, long.bias), (short.distances, long.distances)]
+    return all(
+        one is other
+        if one is None or other is None
+        else torch.allclose(one, other[:, :length], rtol=1e-5, atol=1e-5)
+        for one, other in pairs
+    )
 
 
 def _limits(mask: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.graph import call_like
+from autoshard.export.rank_graph.graph import valued_call
 from autoshard.export.rank_graph.operators import NONE, attention
 from autoshard.passes import Context, Pass, Report, permutation
 
@@ -96,7 +96,7 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:
                     if str(source.meta["val"].shape[1]) == str(heads):
                         return source  # type: ignore[no-any-return]
                 shape = [batch, heads, *_sizes(node)]
-                return _call(node, aten.reshape.default, node, shape)
+                return valued_call(node, aten.reshape.default, node, shape)
 
             query, key, value = apart(query), apart(key), apart(value)
         mask: fx.Node | None = None
@@ -104,15 +104,15 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> str:
             term = _apart(_added(one), within)
             if term is None:
                 return "a term of joined heads has other dims than the scores"
-            mask = term if mask is None else _call(term, aten.add.Tensor, mask, term)
+            mask = term if mask is None else valued_call(term, aten.add.Tensor, mask, term)
         kwargs: dict[str, Any] = {"causal": NONE, "scale": scores.scale}
         if scores.softcap is not None:
             kwargs["softcap"] = scores.softcap
         if scores.sinks is not None:
             kwargs["sinks"] = scores.sinks
-        new = _call(softmax, attention, query, key, value, mask, **kwargs)
+        new = valued_call(softmax, attention, query, key, value, mask, **kwargs)
         if scores.split is not None:
-            new = _call(final, aten.reshape.default, new, [-1, *sizes])
+            new = valued_call(final, aten.reshape.default, new, [-1, *sizes])
     final.replace_all_uses_with(new)
     return ""
 
@@ -227,9 +227,9 @@ def _added(term: fx.Node) -> fx.Node:
         return term
     chosen: Any = term.args
     (hidden,) = [one for one in chosen[1:] if hides(one)]
-    none = _call(hidden, aten.full.default, [], 0, dtype=hidden.meta["val"].dtype)
+    none = valued_call(hidden, aten.full.default, [], 0, dtype=hidden.meta["val"].dtype)
     values = [hidden, none] if chosen[1] is hidden else [none, hidden]
-    return _call(term, aten.where.self, chosen[0], *values)
+    return valued_call(term, aten.where.self, chosen[0], *values)
 
 
 def _is_row(node: Any) -> bool:
@@ -250,7 +250,7 @@ def _transposed(turned: fx.Node) -> fx.Node:
     rank = turned.meta["val"].dim()
     if permutation(turned) == [*range(rank - 2), rank - 1, rank - 2]:
         return turned.args[0]  # type: ignore[return-value]
-    return _call(turned, aten.transpose.int, turned, -1, -2)
+    return valued_call(turned, aten.transpose.int, turned, -1, -2)
 
 
 def _fit(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
@@ -282,7 +282,7 @@ def _apart(term: fx.Node, split: fx.Node | None) -> fx.Node | None:
     if term.meta["val"].dim() != 3:
         return None
     shape: Any = split.args[1]
-    return _call(term, aten.reshape.default, term, [*shape[:2], *_sizes(term)])
+    return valued_call(term, aten.reshape.default, term, [*shape[:2], *_sizes(term)])
 
 
 def _sizes(node: fx.Node) -> list[Any]:
@@ -296,14 +296,3 @@ def _sizes(node: fx.Node) -> list[Any]:
             size.meta["val"] = shape[dim]
         found.append(size)
     return found
-
-
-def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call and its value."""
-    made = call_like(like, target, *args, **kwargs)
-    args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda n: n.meta["val"])
-    near = (*made.all_input_nodes, made.prev, made.next)  # a constant reads nothing
-    tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
-    with tensor.fake_mode, torch.no_grad():
-        made.meta["val"] = target(*args, **kwargs)
-    return made

@@ -7,22 +7,23 @@ other mixes places, and so does each that has no rule here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoshard.export.rank_graph.core_operators import POINTWISE
+from autoshard.export.rank_graph.core_operators import OVER_DIMS, POINTWISE
 from autoshard.export.rank_graph.evaluation import (
     Mixed,
-    Numbers,
     Place,
     cut,
     depends,
     reads,
     reshaped,
+    shape_of,
+    size_of,
 )
 from autoshard.export.rank_graph.operators import attention
 from autoshard.passes import permutation
@@ -36,11 +37,11 @@ _c10d = torch.ops._c10d_functional
 class Carrier:
     """The places of one axis in the values of a graph.
 
-    axis: its size in `numbers`. symbol: that size in the graph, None where it is a number. place:
-    of a node, None where its value has nothing of the axis.
+    numbers: of each symbol. axis: its size in them. symbol: that size in the graph, None where it
+    is a number. place: of a node, None where its value has nothing of the axis.
     """
 
-    numbers: Numbers
+    numbers: Mapping[str, int]
     axis: int
     symbol: str | None
     place: Callable[[fx.Node], Place | None]
@@ -68,13 +69,13 @@ class Carrier:
                     raise Mixed("has as many entries as there are tokens, beside the tokens")
 
     def shape(self, node: Any) -> tuple[int, ...]:
-        return self.numbers.shape(node)
+        return shape_of(node, self.numbers)
 
     def of(self, value: Any) -> Place | None:
         return self.place(value) if isinstance(value, fx.Node) else None
 
     def number(self, value: Any) -> int:
-        return self.numbers.of(value.meta["val"] if isinstance(value, fx.Node) else value)
+        return size_of(value.meta["val"] if isinstance(value, fx.Node) else value, self.numbers)
 
     def broadcast(self, values: Sequence[Any], rank: int, kept: int = 0) -> Place | None:
         """The place in a result of `rank` dims to which operands are broadcast from the right.
@@ -151,39 +152,23 @@ def _linear(self: Carrier, node: fx.Node) -> Place | None:
     return place
 
 
-def _reduction(self: Carrier, node: fx.Node) -> Place | None:
-    """Over dims, which may be kept with size 1."""
-    given, x = arguments(node), node.args[0]
-    place = self.of(x)
+def _over(self: Carrier, node: fx.Node) -> Place | None:
+    """Over some dims, which keep their places, or go: norms, cumsum, softmax, topk; sums, ..."""
+    given, place = arguments(node), self.of(node.args[0])
     if place is None:
         return None
-    rank = len(self.shape(x))
-    dims = given.get("dim")
+    rank, sizes = len(self.shape(node.args[0])), given.get("normalized_shape")
+    dims = given.get("dim") if sizes is None else range(rank - len(sizes), rank)
     chosen = [dims] if isinstance(dims, int) else list(dims or range(rank))
     chosen = [dim % rank for dim in chosen]
     if place.dim in chosen:
         raise Mixed("goes over all tokens")
-    if given.get("keepdim"):
+    if given.get("keepdim", True):
         return place
     return replace(place, dim=place.dim - sum(dim < place.dim for dim in chosen))
 
 
-def _along(self: Carrier, node: fx.Node) -> Place | None:
-    """Along one dim, which keeps its place: cumsum, softmax, topk."""
-    given, place = arguments(node), self.of(node.args[0])
-    if place is not None and given["dim"] % len(self.shape(node.args[0])) == place.dim:
-        raise Mixed("goes over all tokens")
-    return place
-
-
-def _layer_norm(self: Carrier, node: fx.Node) -> Place | None:
-    place, sizes = self.of(node.args[0]), node.args[1]
-    if place is not None and place.dim >= _rank(node) - len(sizes):  # type: ignore[arg-type]
-        raise Mixed("goes over all tokens")
-    return place
-
-
-def _lookup(self: Carrier, node: fx.Node, x: Any, dim: int, index: Any) -> Place | None:
+def _lookup(self: Carrier, x: Any, dim: int, index: Any) -> Place | None:
     """Entries of dim `dim` of x by an index, whose dims take the place of that dim."""
     place, where = self.of(x), self.of(index)
     if where is not None:
@@ -201,7 +186,7 @@ def _index(self: Carrier, node: fx.Node) -> Place | None:
     x, indices = node.args[:2]
     given = [(dim, one) for dim, one in enumerate(indices) if one is not None]  # type: ignore[arg-type]
     if len(given) == 1:
-        return _lookup(self, node, x, *given[0])
+        return _lookup(self, x, *given[0])
     if any(self.of(value) is not None for value in (x, *(one for _, one in given))):
         raise Mixed("looks up by several indices")
     return None
@@ -210,7 +195,7 @@ def _index(self: Carrier, node: fx.Node) -> Place | None:
 def _index_select(self: Carrier, node: fx.Node) -> Place | None:
     given: Any = node.args
     x, dim, index = given[:3]
-    return _lookup(self, node, x, dim % len(self.shape(x)), index)
+    return _lookup(self, x, dim % len(self.shape(x)), index)
 
 
 def _gather(self: Carrier, node: fx.Node) -> Place | None:
@@ -282,19 +267,19 @@ def _slice(self: Carrier, node: fx.Node) -> Place | None:
 def _cat(self: Carrier, node: fx.Node) -> Place | None:
     parts: Any = node.args[0]
     dim = arguments(node)["dim"] % _rank(node)
-    places = [self.of(part) for part in parts]
-    if all(place is None for place in places):
+    places = [place for part in parts if (place := self.of(part)) is not None]
+    if not places:
         return None
-    first = places[0]
-    if first is None or any(place is None for place in places):
+    if len(places) < len(parts):
         raise Mixed("joins tokens with what belongs to none")
+    first = places[0]
     if first.dim != dim:
         if any(place != first for place in places):
             raise Mixed("pairs tokens with tokens")
         return first
-    if any(place is None or (place.dim, place.inner) != (dim, first.inner) for place in places):
+    if any((place.dim, place.inner) != (dim, first.inner) for place in places):
         raise Mixed("pairs tokens with tokens")
-    return replace(first, outer=sum(place.outer for place in places if place is not None))
+    return replace(first, outer=sum(place.outer for place in places))
 
 
 def _collective(self: Carrier, node: fx.Node) -> Place | None:
@@ -329,17 +314,9 @@ _RULES: dict[Any, Carries] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     aten.linear.default: _linear,
     **dict.fromkeys((aten.matmul.default, aten.addmm.default), _product),
-    **dict.fromkeys(
-        (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim),
-        _reduction,
-    ),
-    aten.argmax.default: _reduction,
-    **dict.fromkeys(
-        (aten.cumsum.default, aten.softmax.int, aten._softmax.default, aten.topk.default), _along
-    ),
+    **dict.fromkeys(OVER_DIMS, _over),
     operator.getitem: lambda self, node: self.of(node.args[0]),
-    aten.layer_norm.default: _layer_norm,
-    aten.embedding.default: lambda self, node: _lookup(self, node, node.args[0], 0, node.args[1]),
+    aten.embedding.default: lambda self, node: _lookup(self, node.args[0], 0, node.args[1]),
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,

@@ -135,7 +135,13 @@ def _inputs(graph: RankGraph, length: int) -> dict[str, torch.Tensor]:
     batch = min(2, symbols["batch"].maximum) if "batch" in symbols else 1
     batch = max(batch, symbols["batch"].minimum) if "batch" in symbols else batch
     sizes = {"batch": batch, "sequence": length}
-    highest = _vocabulary(graph)
+    assert graph.whole is not None
+    lookups = graph.whole.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.embedding.default
+    )
+    # every table in which an input is looked up has so many rows
+    rows = [n.args[0].meta["val"].shape[0] for n in lookups if n.args[1].op == "placeholder"]
+    highest = min((int(size) for size in rows), default=16)
     found = {}
     for port in graph.inputs:
         if port.role not in ("input", "encoded"):
@@ -146,16 +152,6 @@ def _inputs(graph: RankGraph, length: int) -> dict[str, torch.Tensor]:
         else:
             found[port.name] = torch.randint(highest, shape, generator=generator).to(port.dtype)
     return found
-
-
-def _vocabulary(graph: RankGraph) -> int:
-    """How many rows every table has in which an input is looked up."""
-    assert graph.whole is not None
-    lookups = graph.whole.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.embedding.default
-    )
-    rows = [n.args[0].meta["val"].shape[0] for n in lookups if n.args[1].op == "placeholder"]
-    return min((int(size) for size in rows), default=16)
 
 
 def _part(

@@ -92,13 +92,12 @@ def _narrowest(
             break
         needed.discard(node)
         passed.add(node)
-        needed |= {other for other in node.all_input_nodes if _of_tokens(other, sequence)}
+        needed |= {
+            other
+            for other in node.all_input_nodes
+            if isinstance(other.meta.get("val"), torch.Tensor) and reads(other, sequence)
+        }
     return best
-
-
-def _of_tokens(node: fx.Node, sequence: str) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and reads(node, sequence)
 
 
 def _rewrite(

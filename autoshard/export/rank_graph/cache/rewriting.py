@@ -43,6 +43,7 @@ from autoshard.export.rank_graph.evaluation import (
     Places,
     found_in,
     reads,
+    shape_of,
     symbol_of,
 )
 from autoshard.export.rank_graph.graph import add_input, call_like, inputs_of
@@ -129,7 +130,7 @@ def _carried(tables: Tables, given: list[fx.Node]) -> Places:
     places: Places = {}
     batches: Places = {}
     for node in given:
-        dims = dict(enumerate(tables.primes.shape(node)[:2]))
+        dims = dict(enumerate(shape_of(node, tables.primes)[:2]))
         places[node] = Place(1) if dims.get(1) == PRIMES["sequence"] else None
         batches[node] = Place(0) if dims.get(0) == rows else None
 
@@ -138,14 +139,16 @@ def _carried(tables: Tables, given: list[fx.Node]) -> Places:
 
     def batch_of(node: fx.Node) -> Place | None:
         if node in tables and "batch" in symbols:
-            return found_in(tables.primes.shape(node), rows)
+            return found_in(shape_of(node, tables.primes), rows)
         return batches.get(node)
 
     along = Carrier(tables.primes, PRIMES["sequence"], tables.sequence, place)
     across = Carrier(tables.primes, rows, symbols.get("batch"), batch_of)
     for node in tables.graph.nodes:
         if node.op == "output":
-            _check_outputs(node, tables)
+            for i, result in enumerate(node.args[0]):  # type: ignore[arg-type]
+                if result in tables:
+                    raise export_error(f"output {i} of the model is the length's alone", result)
         if node.op != "call_function" or node not in tables.of_input:
             continue
         try:
@@ -157,12 +160,6 @@ def _carried(tables: Tables, given: list[fx.Node]) -> Places:
         except Mixed:
             batches[node] = None  # the rows of a batch may meet: the cache keeps them in order
     return batches
-
-
-def _check_outputs(output: fx.Node, tables: Tables) -> None:
-    for i, node in enumerate(output.args[0]):  # type: ignore[arg-type]
-        if node in tables:
-            raise export_error(f"output {i} of the model is the length's alone", node)
 
 
 def _refusal(mixed: Mixed, node: fx.Node | None) -> Exception:
@@ -220,7 +217,7 @@ def _caches(graph: fx.Graph, ids: fx.Node, nodes: list[fx.Node], max_length: int
 
 
 def _first_call(graph: fx.Graph) -> fx.Node:
-    return next(n for n in graph.nodes if n.op not in ("placeholder",))
+    return next(n for n in graph.nodes if n.op != "placeholder")
 
 
 _BROADCAST = frozenset((*POINTWISE, aten.matmul.default, aten.addmm.default))
@@ -238,12 +235,8 @@ class Lookups:
             self.rows = (
                 extent if isinstance(extent, int) else self._call(aten.sym_size.int, tokens, 0)
             )
-            steps = self.graph.call_function(
-                aten.arange.start_step, (0, self.size, 1), {"dtype": torch.int64}
-            )
-            start = self.graph.call_function(
-                aten._to_copy.default, (lengths,), {"dtype": torch.int64}
-            )
+            steps = self._call(aten.arange.start_step, 0, self.size, 1, dtype=torch.int64)
+            start = self._call(aten._to_copy.default, lengths, dtype=torch.int64)
             column = self._call(aten.unsqueeze.default, start, 1)
             self.positions = self._call(aten.add.Tensor, column, steps)
         self._found: dict[Any, fx.Node] = {}
@@ -265,7 +258,7 @@ class Lookups:
     def _lookup(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """The value of `node` at the positions of each row, as `reader` is to read it."""
         rank = node.meta["val"].dim()
-        shape = self.tables.primes.shape(node)
+        shape = shape_of(node, self.tables.primes)
         own = [dim for dim, size in enumerate(shape) if size % PRIMES["batch"] == 0]
         place = self.tables.place(node)
         joined = place is not None and own == [place.dim]
@@ -329,5 +322,5 @@ class Lookups:
                 self._found[target, args] = self._call(target, *args)
         return self._found[target, args]
 
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        return self.graph.call_function(target, args)
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)

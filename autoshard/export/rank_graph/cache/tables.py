@@ -25,14 +25,17 @@ from autoshard.export.rank_graph.cache.carrying import Carrier
 from autoshard.export.rank_graph.evaluation import (
     PRIMES,
     Mixed,
-    Numbers,
     Place,
     computed,
     found_in,
     is_known,
+    numbers_of,
     reads,
+    shape_of,
+    size_of,
 )
 from autoshard.export.rank_graph.graph import Constants, call_like
+from autoshard.planning import arguments
 
 aten = torch.ops.aten
 
@@ -69,7 +72,8 @@ class Tables:
         self.graph, self.sizes, self.length = graph, sizes, length
         self._constants = Constants(graph, "table")
         (self.sequence,) = [symbol for symbol, name in sizes.items() if name == "sequence"]
-        self.primes = Numbers({symbol: PRIMES[name] for symbol, name in sizes.items()})
+        self.primes = numbers_of(sizes, **PRIMES)
+        self._longest = numbers_of(sizes, 1, length)
         self.of_input, self._moving = set(inputs), set[fx.Node]()
         for node in graph.nodes:
             if node.op != "call_function":
@@ -92,17 +96,20 @@ class Tables:
         """Where the sequence lies in such a value. Raises Mixed."""
         if node not in self._places:
             try:
-                self._places[node] = self._placed(node)
+                if self._pure(node) or self._begin(node) is not None:
+                    place = found_in(self._shape(node), PRIMES["sequence"])
+                else:
+                    place = Carrier(
+                        self.primes,
+                        PRIMES["sequence"],
+                        self.sequence,
+                        lambda one: self.place(one) if one in self else None,
+                    ).result(node)
             except Mixed as mixed:
                 mixed.node = mixed.node or node
                 raise
+            self._places[node] = place
         return self._places[node]
-
-    def _placed(self, node: fx.Node) -> Place | None:
-        if self._pure(node) or self._begin(node) is not None:
-            return found_in(self.primes.shape(node), PRIMES["sequence"])
-        rule = Carrier(self.primes, PRIMES["sequence"], self.sequence, self._place_of)
-        return rule.result(node)
 
     def table(self, node: fx.Node, batch_dim: int | None) -> PositionTable:
         """The table of such a value. batch_dim: which of its dims has the rows of the batch, all
@@ -113,7 +120,7 @@ class Tables:
         if place.inner != 1 or place.outer not in (1, PRIMES["batch"]):
             raise Mixed("has more entries than tokens in the dim of the tokens")
         if not self._pure(node):
-            shape = list(self._longest.shape(node))
+            shape = list(shape_of(node, self._longest))
             if batch_dim is not None and shape[batch_dim] != 1:
                 raise Mixed("depends on the row of the batch")
             own = self._own_rows(node, shape)
@@ -132,17 +139,12 @@ class Tables:
         held = None if start is not None else self._constants.node(rows)
         return PositionTable(held, start or 0, list(value.shape), place.dim)
 
-    @property
-    def _longest(self) -> Numbers:
-        return Numbers({s: {"batch": 1, "sequence": self.length}[n] for s, n in self.sizes.items()})
-
-    def _place_of(self, node: fx.Node) -> Place | None:
-        return self.place(node) if node in self else None
+    def _shape(self, node: Any) -> tuple[int, ...]:
+        return shape_of(node, self.primes)
 
     def _value(self, node: fx.Node, length: int, batch: int = 1) -> Any:
         known = self._known.setdefault((length, batch), {})
-        numbers = {s: {"batch": batch, "sequence": length}[n] for s, n in self.sizes.items()}
-        return computed(node, numbers, known)
+        return computed(node, numbers_of(self.sizes, batch, length), known)
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether sizes and constants decide a value."""
@@ -175,16 +177,11 @@ class Tables:
         """The first row, where a node is as many rows as there are tokens of a fixed tensor."""
         if node.target is not aten.slice.Tensor:
             return None
-        given: Any = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-        x, dim, start, _, step = given
-        if (
-            x in self
-            or step != 1
-            or not isinstance(start or 0, int)
-            or not reads(node, self.sequence)
-        ):
+        given = arguments(node)
+        x, dim, start, step = (given[name] for name in ("self", "dim", "start", "step"))
+        if x in self or step != 1 or not isinstance(start or 0, int):
             return None
-        whole = self.primes.shape(node)[dim] == PRIMES["sequence"]
+        whole = reads(node, self.sequence) and self._shape(node)[dim] == PRIMES["sequence"]
         return int(start or 0) if whole else None
 
     def _own_rows(self, node: fx.Node, shape: list[int]) -> tuple[fx.Node, int] | None:
@@ -211,15 +208,15 @@ class Tables:
 
         def given(other: fx.Node) -> Any:
             if not isinstance(other.meta["val"], torch.Tensor):
-                return self._longest.of(other.meta["val"])
+                return size_of(other.meta["val"], self._longest)
             if other not in self:
                 return other
-            if self._pure(other):
-                place = self.place(other)
-                if place is None:
-                    raise Mixed("depends on how many tokens there are")
-                return self._constants.node(self._proven(other, place))
-            return self._copy(other)
+            if not self._pure(other):
+                return self._copy(other)
+            place = self.place(other)
+            if place is None:
+                raise Mixed("depends on how many tokens there are")
+            return self._constants.node(self._proven(other, place))
 
         with self.graph.inserting_before(node):
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), given)
@@ -231,12 +228,12 @@ class Tables:
         begin, needed, rows = self._begin(node), 0, 0
         if begin is not None:
             dim: Any = node.args[1]
-            needed, rows = begin + self.length, self.primes.shape(node.args[0])[dim]  # type: ignore[arg-type]
+            needed, rows = begin + self.length, self._shape(node.args[0])[dim]
         elif node.target is aten.embedding.default:
             index: Any = node.args[1]
             if index in self and self._pure(index):
                 needed = int(self._value(index, self.length).max()) + 1
-                rows = self.primes.shape(node.args[0])[0]  # type: ignore[arg-type]
+                rows = self._shape(node.args[0])[0]
         if needed > rows:
             longest = self.length - (needed - rows)
             raise export_error(

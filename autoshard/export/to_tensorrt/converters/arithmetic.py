@@ -148,17 +148,11 @@ def rsqrt(low: Lowering, node: fx.Node) -> Tensor:
     return unary(low, root, "RECIP")
 
 
-@converts(*_ACTIVATIONS)
+@converts(*_ACTIVATIONS, aten.gelu.default)
 def activate(low: Lowering, node: fx.Node) -> Tensor:
-    """An activation TensorRT has."""
-    return activation(low, low[node.args[0]], _ACTIVATIONS[node.target])
-
-
-@converts(aten.gelu.default)
-def gelu(low: Lowering, node: fx.Node) -> Tensor:
-    """Exact, or by tanh."""
-    kind = "GELU_TANH" if node.kwargs.get("approximate") == "tanh" else "GELU_ERF"
-    return activation(low, low[node.args[0]], kind)
+    """An activation TensorRT has; gelu is exact, or by tanh."""
+    gelu = "GELU_TANH" if node.kwargs.get("approximate") == "tanh" else "GELU_ERF"
+    return activation(low, low[node.args[0]], _ACTIVATIONS.get(node.target, gelu))
 
 
 @converts(aten.silu.default)

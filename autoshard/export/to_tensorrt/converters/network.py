@@ -79,7 +79,8 @@ class Lowering:
         """`network.<method>(...)`. TensorRT returns None where it refuses, and only logs why."""
         layer = getattr(self.network, method)(*args, **kwargs)
         if layer is None:
-            raise self.error(f"TensorRT refused {method}{self._shown(args)}")
+            shown = ", ".join(str(getattr(arg, "shape", arg)) for arg in args)
+            raise self.error(f"TensorRT refused {method}({shown})")
         name = "constants" if self.node is None else self.node.name
         layer.name = f"{name}/{self._count}"
         self._count += 1
@@ -99,10 +100,6 @@ class Lowering:
         self.node = node
         yield
         self.node = None
-
-    @staticmethod
-    def _shown(args: Sequence[Any]) -> str:
-        return "(" + ", ".join(str(getattr(a, "shape", a)) for a in args) + ")"
 
     # Values
 
@@ -233,7 +230,7 @@ class Lowering:
 
 _c10d = torch.ops._c10d_functional
 
-COLLECTIVES = {
+COLLECTIVES: dict[Any, tuple[str, str]] = {
     _c10d.all_reduce.default: ("ALL_REDUCE", "SUM"),
     _c10d.all_gather_into_tensor.default: ("ALL_GATHER", "NONE"),
     _c10d.reduce_scatter_tensor.default: ("REDUCE_SCATTER", "SUM"),
