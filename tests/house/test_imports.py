@@ -54,8 +54,8 @@ MOST_FILES = 15
 MOST_ROOMS = {
     "autoshard.building": (9, 6),
     "autoshard.building.pipeline": (12, 7),
-    "autoshard.export": (14, 6),
-    "autoshard.export.rank_graph": (16, 7),
+    "autoshard.export": (12, 6),
+    "autoshard.export.rank_graph": (13, 6),
     "autoshard.planning": (20, 9),
     "autoshard.planning.estimate": (9, 5),
     "autoshard.planning.rules": (11, 5),

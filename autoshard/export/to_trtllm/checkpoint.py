@@ -7,6 +7,7 @@ engine backend and loads a Hugging Face directory instead (`autoshard.export.hug
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -193,15 +194,10 @@ def _uses(files: list[list[Entry]]) -> dict[str, list[tuple[int, Entry, int]]]:
 
 def _put(file: SafetensorsFile, entry: Entry, number: int, block: Block) -> None:
     piece = entry.pieces[number]
-    row = entry.dtype.itemsize
-    for size in entry.shape[1:]:
-        row *= size
-    before = 0
-    for other in entry.pieces[:number]:
-        assert other.rows is not None  # only pieces of rows are joined
-        before += len(other.rows) * row
+    # only pieces of rows are joined
+    before = sum(len(other.rows) for other in entry.pieces[:number] if other.rows is not None)
     taken = piece.take(block.tensor, block.starts, entry.dtype)
     expected = entry.shape if len(entry.pieces) == 1 else taken.shape
     if len(entry.shape) != taken.dim() or tuple(taken.shape[1:]) != tuple(expected[1:]):
         raise export_error(f"{entry.name}: a piece of {piece.parameter} is {tuple(taken.shape)}")
-    file.write(entry.name, taken, before)
+    file.write(entry.name, taken, before * entry.dtype.itemsize * math.prod(entry.shape[1:]))

@@ -26,7 +26,6 @@ from autoshard.export.to_trtllm.families import (
     STARCODER2,
     Family,
 )
-from autoshard.export.to_trtllm.features import position_type
 from autoshard.export.to_trtllm.tensors import Split
 
 
@@ -56,7 +55,7 @@ def checkpoint_config(
         "logits_dtype": "float32",
         "norm_epsilon": decoder.norm.eps,
         "runtime_defaults": None,
-        "position_embedding_type": position_type(decoder),
+        "position_embedding_type": _positions(attention),
         "num_key_value_heads": attention.kv_heads,
         "intermediate_size": width,
         "max_position_embeddings": longest,
@@ -88,6 +87,13 @@ def checkpoint_config(
         "rotary_embedding_dim": _turned(attention),
         **family_fields(decoder, family, told, longest),
     }
+
+
+def _positions(attention: Attention) -> str:
+    """TensorRT-LLM's name of how positions enter."""
+    if attention.rotary is not None:
+        return "rope_gptj" if attention.rotary.interleaved else "rope_gpt_neox"
+    return "learned_absolute" if attention.slopes is None else "alibi"
 
 
 _SERVE = "Serve a Hugging Face directory instead (autoshard export huggingface)."
