@@ -30,7 +30,8 @@ def parsed(file: Path) -> None:
 
     from autoshard.export.to_tensorrt.build import log_of
 
-    network = trt.Builder(log_of(trt)).create_network(0)
+    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = trt.Builder(log_of(trt)).create_network(typed)
     parser = trt.OnnxParser(network, log_of(trt))
     assert parser.parse_from_file(str(file)), parser.get_error(0)
     kinds = [network.get_layer(i).type.name for i in range(network.num_layers)]

@@ -92,16 +92,3 @@ def test_a_planted_fault_is_noticed() -> None:
     assert difference(wrong, "llama", cases.LENGTH) > 1e-2
     with pytest.raises(ExportError, match="all_reduce of 1 ranks with root -1, on 2 ranks"):
         evaluate([changed(model, "nb_rank", 1) for model in made], cases.feeds(cases.LENGTH))
-
-
-def test_tensorrts_parser_reads_the_file() -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="no parser to read it with")
-    from autoshard.export.to_tensorrt.build import log_of
-
-    builder = trt.Builder(log_of(trt))
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, log_of(trt))
-    model = models("llama", 2, length=cases.LENGTH)[0]
-    assert parser.parse(model.SerializeToString()), parser.get_error(0)
-    kinds = [network.get_layer(i).type.name for i in range(network.num_layers)]
-    assert kinds.count("DIST_COLLECTIVE") == len(collectives_of(model)) > 4
