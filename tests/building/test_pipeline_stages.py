@@ -51,12 +51,7 @@ def same_as_serial(name: str, stages: int, inner: str = "eager", **options: Any)
         ("t5", 3, {}),
         ("gpt2", 2, {"pipeline": {"schedule": "zb1"}, "inner": "aot_eager"}),
         ("gpt2", 2, {"pipeline": {"schedule": "interleaved", "virtual_stages": 3}}),
-        pytest.param(
-            "gpt2",
-            3,
-            {"pipeline": {"schedule": "gpipe", "microbatches": 2}},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("gpt2", 3, {"pipeline": {"microbatches": 2}}, marks=pytest.mark.slow),
         pytest.param("t5", 3, {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
         pytest.param("llama", 2, {"pipeline": {"schedule": "zb1"}}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {"pipeline": {"schedule": "interleaved"}}, marks=pytest.mark.slow),
