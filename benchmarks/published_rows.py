@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autoshard.capture import capture, intercept
+from autoshard.cli.arguments import fitted
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, search_meshes
@@ -35,7 +36,7 @@ from autoshard.planning.estimate import (
     waits_of,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once, timeline
+from autoshard.runtime.pipeline import Duration, ScheduleShape, is_possible, kept_at_once, timeline
 from repeated_layers import AFTER, BEFORE, Keeps, Pieces, pieces_of
 from row_models import build, few_layers
 from row_words import NATURAL, Row, of_program, program_of
@@ -239,7 +240,7 @@ def _pipeline(
         parts=[joined(stages[rank::ranks]) for rank in range(ranks)],
         sent=((pieces.sent, 1),) * (len(spans) - 1),
         seconds=tuple(zip(forward, backward)),
-        times=times,
+        times=Duration(times.seconds, times.idle),
         stages=(),
         microbatches=once,
         order=(row.schedule, chunks),
@@ -250,20 +251,28 @@ def _pipeline(
     return total, memory, times.idle
 
 
-def proposed(row: Row, body: Mapping[str, Any], machine: Cluster) -> MeshSearch:
-    """What `autoshard plan` proposes for a row's whole model, world and global batch. Which layers
-    are computed again, and what is kept of a weight, is the search's own choice."""
+def proposed(
+    row: Row, body: Mapping[str, Any], machine: Cluster
+) -> tuple[MeshSearch, dict[str, Any]]:
+    """What `autoshard plan` proposes for a row's whole model, world and global batch, and the
+    options that it takes so that one fits. Which layers are computed again, and what is kept of a
+    weight, is the search's own choice."""
     few = few_layers(body, row.length, cut=False)
     model, args, kwargs = build(few, 1, row.length, "none", lora_of(row), is_of_attention(row))
-    return search_meshes(
-        model,
-        args,
-        kwargs,
-        world=row.world,
-        hardware=of_program(machine, row),
-        training=training_of(row),
-        global_batch=samples_of(row),
-    )
+
+    def search(options: dict[str, Any]) -> MeshSearch:
+        return search_meshes(
+            model,
+            args,
+            kwargs,
+            world=row.world,
+            hardware=of_program(machine, row),
+            training=training_of(row),
+            global_batch=samples_of(row),
+            **options,
+        )
+
+    return fitted(search, {})
 
 
 def samples_of(row: Row) -> int:

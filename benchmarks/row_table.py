@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -103,35 +104,38 @@ def outcomes(body: Mapping[str, Any], named: Sequence[str] = ()) -> list[Outcome
 
 def proposal(row: Row, body: Mapping[str, Any]) -> list[str]:
     """The best layout of a row's model, world and global batch by `autoshard plan`: mesh, batch,
-    how, tokens a second and device, its predicted gibibytes, and the reason."""
+    how, tokens a second and device, its predicted gibibytes, the reason, and the processor seconds
+    of tracing and search."""
     try:
         machine = machine_of(row.machine, body["machines"])
         return apart(_proposal, row, body["models"][row.model], machine)
     except LookupError as error:
-        return ["", "", "", "", "", str(error.args[0])]
+        return ["", "", "", "", "", str(error.args[0]), ""]
 
 
 def _proposal(row: Row, body: Mapping[str, Any], machine: Cluster) -> list[str]:
-    found = proposed(row, body, machine)
-    best = found.best
+    start = time.process_time()
+    found, options = proposed(row, body, machine)
+    best, took = found.best, f"{time.process_time() - start:.0f}"
     if best is None:
-        return ["", "", "", "", "", "nothing fits"]
+        return ["", "", "", "", "", "nothing fits", took]
     how = [f"{best.microbatches} batches"]
     if best.pipeline:
         how.append(" ".join(map(str, best.pipeline.order)))
     if best.recomputation:
         how.append(f"{best.recomputation.spared / 2**30:.1f} GiB computed again")
+    how += [f"{name}={value}" for name, value in options.get("memory", {}).items()]
     tokens = samples_of(row) * row.length / best.timing.step / row.world
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
     held = f"{best.memory.total / 2**30:.1f}"
     batch = f"{best.batch}x{row.length}"
-    return [mesh, batch, ", ".join(how), f"{tokens:,.0f}", held, found.reason()]
+    return [mesh, batch, ", ".join(how), f"{tokens:,.0f}", held, found.reason(), took]
 
 
 def proposals(found: Sequence[Outcome], body: Mapping[str, Any]) -> str:
     """The rows as a Markdown table, each beside the layout that is proposed."""
     header = ["source", "model", "machine", "mesh", "batch", "tokens/s a GPU", "predicted"]
-    header += ["proposed", "batch", "how", "predicted", "GiB", "why"]
+    header += ["proposed", "batch", "how", "predicted", "GiB", "why", "seconds"]
     lines = [header, ["---"] * len(header)]
     for one in found:
         own = cells(one)

@@ -85,6 +85,7 @@ class RankParts(Rewriting):
         super().__init__(gm, chosen, axis, "gathers", True)
         self.operand_of: dict[fx.Node, fx.Node] = {}
         self._operands: dict[tuple[fx.Node, State], fx.Node] = {}
+        self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
 
     def operator(self, node: fx.Node, strategy: Strategy) -> fx.Node:
         """What runs on a rank for `node`."""
@@ -100,8 +101,11 @@ class RankParts(Rewriting):
         return new
 
     def tensor(self, val: torch.Tensor, state: State) -> torch.Tensor:
-        """A value as a rank has it."""
-        return local_value(val, state, self.axis)
+        """A value as a rank has it, of all that are alike one."""
+        key = tuple(val.shape), val.stride(), val.dtype, val.device, val.requires_grad, state
+        if key not in self._tensors:
+            self._tensors[key] = local_value(val, state, self.axis)
+        return self._tensors[key]
 
     def convert(self, source: fx.Node, want: State, user: fx.Node) -> fx.Node:
         """An operand in the state `want`, wherever it comes from."""

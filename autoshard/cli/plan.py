@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -15,9 +14,9 @@ from autoshard.cli.arguments import (
     ProgressLine,
     assumed,
     batch_size,
+    fitted,
     imbalance,
     options_and_entries,
-    roomier,
     shared_arguments,
     with_fields,
     world_size,
@@ -125,12 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
         more = {**asked, **given, "progress": ProgressLine()}
         return search_meshes(call.model, call.args, call.kwargs, **more)
 
-    found = search(options)
-    for more in roomier(options, found):
-        with contextlib.suppress(AutoshardError):  # a mesh that does not go with them
-            if (other := search(more)).best is not None:
-                found, options = other, more
-                break
+    found, options = fitted(search, options)
     if arguments.json:
         used = {"memory": options.get("memory", {})}  # given, or taken where nothing fits otherwise
         print(json.dumps({**as_json(found), **used}, indent=1))

@@ -9,18 +9,25 @@ whole graph, whose prices a search compares.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import fx
-
-from autoshard.compiling import label, tandem_repeats
 from autoshard.errors import AutoshardError
-from autoshard.mesh_search.factorisations import Asked, AxisSizes, PlanAxes, planned_axes
+from autoshard.mesh_search.factorisations import (
+    Asked,
+    AxisSizes,
+    PlanAxes,
+    Screened,
+    Shallow,
+    apart,
+    most_done,
+    planned_axes,
+)
 from autoshard.mesh_search.prices import GAIN, MeshPrices
 from autoshard.mesh_search.rank_stages import (
     StageSpan,
@@ -30,6 +37,7 @@ from autoshard.mesh_search.rank_stages import (
     stage_footprint,
 )
 from autoshard.mesh_search.stages import Scheduled, StageOrder, step_of
+from autoshard.planning import Decisions
 from autoshard.planning.cost import WAIT_SECONDS
 from autoshard.planning.estimate import (
     Footprint,
@@ -39,107 +47,11 @@ from autoshard.planning.estimate import (
     timing,
     waits_of,
 )
-from autoshard.runtime import compat
-from autoshard.runtime.graph_meta import MUTATED
-from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once, timeline
+from autoshard.runtime.mesh import PLANNED
+from autoshard.runtime.pipeline import Duration, ScheduleShape, duration, is_possible, kept_at_once
 
-KEPT = 3
-FEWEST = 12
-"""Equal layers below which the whole graph is planned at once."""
 PLANS = 3
 """Of a deep graph, how many plans are made whole."""
-
-
-@dataclass(frozen=True)
-class Shallow:
-    """A captured graph with three of its `count` equal layers. weights: names, by layer."""
-
-    graph: fx.GraphModule
-    inputs: list[compat.GraphInput]
-    weights: tuple[frozenset[str], ...]
-    count: int
-
-
-def shallow(captured: fx.GraphModule, inputs: Sequence[compat.GraphInput]) -> Shallow | None:
-    """The graph with three of its equal layers; None where it has few, or what is after them reads
-    more than the last."""
-    nodes = [n for n in captured.graph.nodes if n.op not in ("placeholder", "output")]
-    repeats = tandem_repeats([label(node) for node in nodes])
-    if not repeats or captured.meta.get(MUTATED):
-        return None
-    start, one, most = max(repeats, key=lambda one: one[1] * one[2])
-    for period, count in ((one, most), (2 * one, most // 2)):  # windows and whole attention
-        layers = [nodes[start + i * period :][:period] for i in range(count)]
-        if count >= FEWEST and _are_equal(layers):
-            return _cut(captured, inputs, layers)
-    return None
-
-
-def _are_equal(layers: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether layers read the same of what is outside, of themselves and of the one before, and
-    nothing after them reads another than the last."""
-    at = {node: (i, k) for i, layer in enumerate(layers) for k, node in enumerate(layer)}
-
-    def reads(number: int, node: fx.Node) -> list[object]:
-        found: list[object] = []
-        for one in node.all_input_nodes:
-            own = at.get(one)
-            if own is not None:
-                found.append((number - own[0], own[1]))
-            elif one.op == "placeholder" and all(at.get(u, (-1,))[0] == number for u in one.users):
-                found.append("weight")
-            else:
-                found.append(one)
-        return found
-
-    for number, layer in enumerate(layers):
-        for k, node in enumerate(layer):
-            if number > 1 and reads(number, node) != reads(1, layers[1][k]):
-                return False
-            later = (at.get(user, (len(layers),))[0] for user in node.users)
-            if any(one > number + 1 for one in later):
-                return False
-    return True
-
-
-def _cut(
-    captured: fx.GraphModule,
-    inputs: Sequence[compat.GraphInput],
-    layers: Sequence[Sequence[fx.Node]],
-) -> Shallow:
-    gone = {node for layer in layers[KEPT:] for node in layer}
-    instead = dict(zip(layers[-1], layers[KEPT - 1]))
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    kept: list[compat.GraphInput] = []
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    items = dict(zip(placeholders, inputs, strict=True))
-    for node in captured.graph.nodes:
-        if node in items:
-            if node.users and gone.issuperset(node.users):
-                continue
-            kept.append(items[node])
-        if node not in gone:
-            made[node] = graph.node_copy(node, lambda one: made[instead.get(one, one)])
-    short = fx.GraphModule(captured, graph)
-    short.meta = dict(captured.meta)
-    weights = tuple(
-        frozenset(items[one].name for node in layer for one in node.all_input_nodes if one in items)
-        for layer in layers[:KEPT]
-    )
-    shared = frozenset.intersection(*weights)
-    return Shallow(short, kept, tuple(one - shared for one in weights), len(layers))
-
-
-class Screened(NamedTuple):
-    """A mesh of a deep graph, by its layers: `rate` is the samples that a rank does in a second, or
-    the batches that were given; plan: the axes that are planned; batch: of a micro-batch."""
-
-    mesh: AxisSizes
-    order: StageOrder
-    rate: float
-    fits: bool
-    plan: PlanAxes
-    batch: int
 
 
 class _LayerChoice(NamedTuple):
@@ -150,6 +62,21 @@ class _LayerChoice(NamedTuple):
     seconds: float
 
 
+Priced = Callable[[PlanAxes, Decisions | None], MeshPrices]
+"""What plans some axes, and prices them; with a plan of the outer one to follow."""
+
+Took = dict[int, tuple[float, float]]
+
+
+class _CutLayers(NamedTuple):
+    """The layers of each stage; of each rank its profile, and the layers between that it keeps, of
+    all micro-batches that are there at once."""
+
+    spans: list[Sequence[int]]
+    parts: list[Profile]
+    layers: list[int]
+
+
 class Layers:
     """A planned shallow graph as layers: the first, one between and the last."""
 
@@ -157,6 +84,9 @@ class Layers:
         self.choices, self.asked, self.short = choices, choices.asked, short
         self.between = short.count - 2
         self._joined: dict[tuple[object, ...], Profile] = {}
+        self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._durations: dict[tuple[object, ...], Duration] = {}
+        self._cuts: dict[tuple[object, ...], _CutLayers | None] = {}
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -234,35 +164,40 @@ class Layers:
                 return one.seconds + max(0.0, part) * (other.seconds - one.seconds)
         return None
 
+    def passes(self, mesh: AxisSizes) -> tuple[float, float]:
+        """Seconds of a micro-batch in all layers: what a rank computes, and what it waits for on
+        the planned axes."""
+        layout, links = self.asked.layout(mesh), self.choices.machine.on(mesh).real_links
+        fusing = self.choices.free.fusing if mesh.get("pp", 1) == 1 else None
+        key = fusing is None, layout.experts, *(links[axis] for axis in ("ep", "cp", "tp"))
+        if key not in self._passes:
+            axes, took = {**self.choices.stages.ranks, **layout.ranks}, []
+            for part in self.parts:
+                _, *waits = waits_of(replace(part, fusing=fusing), axes, links)
+                took.append((part.compute, sum(map(sum, waits))))
+            first, layer, last = took
+            compute, waited = (a + self.between * b + c for a, b, c in zip(first, layer, last))
+            self._passes[key] = compute, waited
+        return self._passes[key]
+
     def at_most(self, mesh: AxisSizes) -> tuple[bool, float]:
-        """Whether a mesh may fit, and the most batches a second and rank: what a rank computes and
-        waits for on the planned axes, and what it stores, are not less."""
-        layout, training = self.asked.layout(mesh), self.asked.training
-        machine, pp = self.choices.machine.on(mesh), mesh.get("pp", 1)
-        axes, took = {**self.choices.stages.ranks, **layout.ranks}, []
-        fusing = self.choices.free.fusing if pp == 1 else None
-        for part in self.parts:
-            part = replace(part, fusing=fusing)
-            _, *waits = waits_of(part, axes, machine.real_links)
-            took.append(part.compute + sum(map(sum, waits)))
-        step = took[0] + self.between * took[1] + took[2]
-        held = [footprint(part, layout, training) for part in self.parts]
+        """Whether a mesh may fit, and the most samples a second and rank: what its passes take, and
+        what it stores, are not less."""
+        layout = self.asked.layout(mesh)
+        held = [footprint(part, layout, self.asked.training) for part in self.parts]
         stored = [one.parameters + one.gradients + one.optimizer for one in held]
-        least = (stored[0] + self.between * stored[1] + stored[2]) / pp
-        rate = pp * self.asked.batch * layout.batches / (step * math.prod(mesh.values()))
-        return least <= self.asked.limit, rate
+        least = (stored[0] + self.between * stored[1] + stored[2]) / mesh.get("pp", 1)
+        return least <= self.asked.limit, most_done(mesh, self.asked, sum(self.passes(mesh)))
 
     def screened(self, mesh: AxisSizes) -> Screened | None:
         """A mesh by its layers; None where it has more stages than there are layers."""
         layout, training = self.asked.layout(mesh), self.asked.training_on(mesh)
-        machine, ranks = self.choices.machine.on(mesh), math.prod(mesh.values())
+        machine, times = self.choices.machine.on(mesh), training.microbatches
         if mesh.get("pp", 1) == 1:
-            held = footprint(self.whole, layout, training)
-            took = timing(self.whole, layout, training, machine).step
-            more = self.again(held, self.between)
-            times = training.microbatches
-            step = took + times * self.between * (more or 0.0)
-            rate = times * layout.batches / (step * ranks)
+            more = self.again(footprint(self.whole, layout, training), self.between)
+            step = timing(self.whole, layout, training, machine).step
+            step += times * self.between * (more or 0.0)
+            rate = times * layout.batches / (step * math.prod(mesh.values()))
             return self._screened(mesh, ("1f1b", 1), rate, more is not None)
         found = [self._pipeline(mesh, order) for order in self.asked.orders]
         return max(
@@ -271,43 +206,59 @@ class Layers:
             default=None,
         )
 
+    def _cut(
+        self, order: StageOrder, ranks: int, count: int, took: Took, over: float
+    ) -> _CutLayers | None:
+        """The stages of `ranks` ranks; None where an order has none. took: seconds of the first
+        layer, one between and the last, forward and backward. Alike for data-parallel layouts."""
+        key = order, ranks, count, tuple(took.items()), over
+        if key in self._cuts:
+            return self._cuts[key]
+        (schedule, chunks), units, found = order, [0, *[1] * self.between, 2], None
+        shape = ScheduleShape(ranks, count, chunks)
+        possible = is_possible(schedule, shape)
+        spans = cut_units(units, took, over, ranks * chunks, count) if possible else None
+        if spans is not None:
+            live = [kept_at_once(schedule, shape, rank) for rank in range(ranks)]
+            at_once = [live[i % ranks][i // ranks] for i in range(len(spans))]
+            stages = [
+                self.joined((0 in span, 2 in span), span.count(1), times)
+                for span, times in zip(spans, at_once)
+            ]
+            layers = [span.count(1) * times for span, times in zip(spans, at_once)]
+            parts = [joined(stages[rank::ranks]) for rank in range(ranks)]
+            found = _CutLayers(spans, parts, [sum(layers[rank::ranks]) for rank in range(ranks)])
+        self._cuts[key] = found
+        return found
+
     def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
         layout, training = replace(self.asked.layout(mesh), staged=True), self.asked.training
         machine, (schedule, chunks), ranks = self.choices.machine.on(mesh), order, mesh["pp"]
-        count = self.asked.count(mesh)
-        shape = ScheduleShape(ranks, count, chunks)
-        units = [0, *[1] * self.between, 2]
-        if len(units) < ranks * chunks or not is_possible(schedule, shape):
-            return None
+        count, sent, links = self.asked.count(mesh), self._sent, machine.real_links
         axes = {**self.choices.stages.ranks, **layout.ranks}
-        took = {i: pass_seconds(one, axes, machine.real_links) for i, one in enumerate(self.parts)}
-        sent = self._sent
-        over = machine.real_links["pp"].seconds(sent)
-        spans = cut_units(units, took, over, ranks * chunks, count)
-        if spans is None:
+        took = {i: pass_seconds(one, axes, links) for i, one in enumerate(self.parts)}
+        over = links["pp"].seconds(sent)
+        cut = self._cut(order, ranks, count, took, over)
+        if cut is None:
             return None
-        live = [kept_at_once(schedule, shape, rank) for rank in range(ranks)]
-        at_once = [live[i % ranks][i // ranks] for i in range(len(spans))]
-        stages = [
-            self.joined((0 in span, 2 in span), span.count(1), times)
-            for span, times in zip(spans, at_once)
-        ]
-        parts = [joined(stages[rank::ranks]) for rank in range(ranks)]
-        layers = [span.count(1) * times for span, times in zip(spans, at_once)]
+        spans, parts, layers = cut
         more = [
-            self.again(stage_footprint(part, layout, training), sum(layers[rank::ranks]))
-            for rank, part in enumerate(parts)
+            self.again(stage_footprint(part, layout, training), held)
+            for part, held in zip(parts, layers)
         ]
         forward = [sum(took[unit][0] for unit in span) + over for span in spans]
         backward = [
             sum(took[unit][1] for unit in span) + over + span.count(1) * (more[i % ranks] or 0.0)
             for i, span in enumerate(spans)
         ]
+        key = order, count, tuple(forward), tuple(backward)
+        if key not in self._durations:
+            self._durations[key] = duration(schedule, count, forward, backward, chunks)
         one = Scheduled(
             parts=parts,
             sent=((sent, 1),) * (len(spans) - 1),
             seconds=tuple(zip(forward, backward)),
-            times=timeline(schedule, count, forward, backward, chunks),
+            times=self._durations[key],
             stages=(),
             microbatches=count,
             order=order,
@@ -326,18 +277,75 @@ class Layers:
         return min(size for size, _ in self.choices.stages.crossing[a:b] if size > 0)
 
 
+class _Plans:
+    """The plans of the layers of a micro-batch, made as they are asked for."""
+
+    def __init__(self, asked: Asked, short: Shallow, prices: Priced, before: _Plans | None) -> None:
+        """before: of a smaller micro-batch, whose plans of an outer axis are followed."""
+        self.asked, self.given, self.before = asked, (short, prices), before and before.known
+        self.known: dict[PlanAxes, Layers | None] = {}
+
+    def of(self, key: PlanAxes) -> Layers | None:
+        if key not in self.known:
+            self.known[key] = _layers(key, *self.given, (self.before or {}).get(key))
+        return self.known[key]
+
+    def in_order(
+        self, meshes: Sequence[AxisSizes], known: bool
+    ) -> Iterator[tuple[bool, float, AxisSizes, Layers | None]]:
+        """Whether a mesh may not fit, and the most it does, in that order. Without layers where
+        that is by other plans than its own: then it comes again."""
+        waiting: list[tuple[bool, float, int, bool]] = []
+
+        def wait(i: int, known: bool) -> None:
+            if (bound := self._bound(meshes[i], known)) is not None:
+                heapq.heappush(waiting, (*bound, i, known))
+
+        for i in range(len(meshes)):
+            wait(i, known)
+        while waiting:
+            impossible, rate, i, exact = heapq.heappop(waiting)
+            layers = self.of(planned_axes(meshes[i], self.asked.config)) if exact else None
+            yield impossible, -rate, meshes[i], layers
+            if not exact:
+                wait(i, True)
+
+    def _bound(self, mesh: AxisSizes, known: bool) -> tuple[bool, float] | None:
+        """Whether a mesh may not fit, and the most it does, as a negative number. known: by its own
+        plan; else by those of tp alone, and of its other axis where that is made: on both a rank
+        computes its part of what it would on one, and waits no less for either. None: there is no
+        such plan."""
+        key = planned_axes(mesh, self.asked.config)
+        if known:
+            if (layers := self.of(key)) is None:
+                return None
+            possible, rate = layers.at_most(mesh)
+            return not possible, -rate
+        compute, waited, shared = 0.0, 0.0, math.prod(n for name, n in key if name in PLANNED)
+        for name, one in apart(key).items():
+            layers = self.of(one) if name == "tp" else self.known.get(one)
+            if layers is not None:
+                parts = shared // dict(key)[name] if name in PLANNED else shared
+                took, waits = layers.passes(mesh)
+                compute, waited = max(compute, took / parts), waited + waits / parts
+        seconds = compute + waited
+        return False, -most_done(mesh, self.asked, seconds) if seconds else -math.inf
+
+
 def worth_a_plan(
     meshes: Sequence[AxisSizes],
     asked: Asked,
-    of: Callable[[Asked], tuple[Shallow, Callable[[PlanAxes], MeshPrices]]],
+    of: Callable[[Asked], tuple[Shallow, Priced]],
 ) -> list[Screened]:
     """The best mesh of each number of stages and plan, best first, of the PLANS best plans.
 
     of: the shallow graph of a micro-batch, and its plans. Meshes are tried in the order of what
-    they do at most, until no other can be among the best, and those of a plan with a larger
+    they do at most, until no other can be among the best: those of one planned axis first, so that
+    of two axes only those are planned that may do more. And those of a plan with a larger
     micro-batch while that is quicker.
     """
     best: dict[object, Screened] = {}
+    plans: _Plans | None = None
 
     def at(mesh: AxisSizes) -> object:
         return mesh.get("pp", 1), planned_axes(mesh, asked.config)
@@ -345,38 +353,31 @@ def worth_a_plan(
     for size in asked.sizes:
         sized = replace(asked, batch=size)
         meshes = [mesh for mesh in meshes if sized.count(mesh)]
-        given, known = of(sized), dict[PlanAxes, Layers | None]()
-        bounds: list[tuple[bool, float, int, Layers, AxisSizes]] = []
-        for mesh in meshes:
-            key = planned_axes(mesh, asked.config)
-            if key not in known:
-                known[key] = _layers(key, *given)
-            if (layers := known[key]) is not None:
-                possible, rate = layers.at_most(mesh)
-                bounds.append((not possible, -rate, len(bounds), layers, mesh))
-        for impossible, rate, _, layers, mesh in sorted(bounds, key=lambda one: one[:3]):
-            found = _of_plans(best.values())
-            if len(found) == PLANS and all(one.fits for one in found.values()):
-                if impossible or -rate < min(one.rate for one in found.values()):
-                    break
-            one = layers.screened(mesh)
-            if one is not None and _is_quicker(one, best.setdefault(at(mesh), one)):
-                best[at(mesh)] = one
+        plans = _Plans(sized, *of(sized), plans)
+        for known in (True, False):
+            some = [m for m in meshes if known != bool(apart(planned_axes(m, asked.config)))]
+            for impossible, rate, mesh, layers in plans.in_order(some, known):
+                found = _of_plans(best.values())
+                if len(found) == PLANS and all(one.fits for one in found.values()):
+                    if impossible or rate < min(one.rate for one in found.values()):
+                        break
+                one = None if layers is None else layers.screened(mesh)
+                if one is not None and _is_quicker(one, best.setdefault(at(mesh), one)):
+                    best[at(mesh)] = one
         larger = {key for key, one in best.items() if one.fits and one.batch == size}
         meshes = [mesh for mesh in meshes if at(mesh) in larger]
-    some = sorted([one for one in best.values() if one.fits] or best.values(), key=_order)
-    plans = _of_plans(some)
-    return [one for one in some if (one.plan, one.batch) in plans]
+    every = sorted([one for one in best.values() if one.fits] or best.values(), key=_order)
+    chosen = _of_plans(every)
+    return [one for one in every if (one.plan, one.batch) in chosen]
 
 
-def _layers(
-    key: PlanAxes, short: Shallow, prices: Callable[[PlanAxes], MeshPrices]
-) -> Layers | None:
+def _layers(key: PlanAxes, short: Shallow, prices: Priced, known: Layers | None) -> Layers | None:
     """None where an option has no such plan, or rows do not travel to experts."""
+    outer = None if known is None else known.choices.planned.outer
     try:
-        choices = prices(key)
+        choices = prices(key, outer and outer.decisions)
     except AutoshardError:
-        return None
+        return _layers(key, short, prices, None) if outer else None
     return Layers(choices, short) if choices.free.exchanges or "ep" not in dict(key) else None
 
 

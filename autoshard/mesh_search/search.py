@@ -38,18 +38,20 @@ from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.mesh_search.equal_layers import Shallow, shallow, worth_a_plan
+from autoshard.mesh_search.equal_layers import Priced, worth_a_plan
 from autoshard.mesh_search.factorisations import (
     Asked,
     AxisSizes,
     PlanAxes,
+    Shallow,
     candidates,
     checked,
     combined,
     planned_axes,
+    shallow,
 )
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
-from autoshard.planning import Prices, at_dearer_bytes, value
+from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint, value
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster, numel
 from autoshard.planning.estimate import Training
@@ -215,18 +217,15 @@ def _worth_a_plan(
     """The meshes of a deep graph that are best by what its layers cost, by the micro-batch; without
     pp, every split of the data-parallel ranks."""
 
-    def of(one: Asked) -> tuple[Shallow, Callable[[PlanAxes], MeshPrices]]:
+    def of(one: Asked) -> tuple[Shallow, Priced]:
         graph, inputs = of_batch(short.graph, short.inputs, one.samples and one.batch)
         few = replace(short, graph=graph, inputs=inputs)
-        return few, lambda key: prices_of(graph, inputs, key, machine, one)
+        return few, lambda key, outer: prices_of(graph, inputs, key, machine, one, outer=outer)
 
     chosen: dict[int, list[AxisSizes]] = {}
     for one in worth_a_plan(meshes, asked, of):
-        alike = [one.mesh]
-        if "pp" not in one.mesh:
-            same = (m for m in meshes if planned_axes(m, asked.config) == one.plan)
-            alike = [mesh for mesh in same if "pp" not in mesh]
-        chosen.setdefault(one.batch, []).extend(alike)
+        alike = [m for m in meshes if "pp" not in m and planned_axes(m, asked.config) == one.plan]
+        chosen.setdefault(one.batch, []).extend([one.mesh] if "pp" in one.mesh else alike)
     return chosen
 
 
@@ -336,9 +335,11 @@ def prices_of(
     machine: Cluster,
     asked: Asked,
     prices: Prices | None = None,
+    outer: Decisions | None = None,
 ) -> MeshPrices:
     """The plan of the axes that `planned_axes` says of a mesh, with what prices it. prices: of a
-    stored byte, in place of the defaults."""
+    stored byte, in place of the defaults. outer: the plan of cp of another micro-batch, to follow
+    where tp is planned beside it. Raises PlanError where it is not possible."""
     axes, config = dict(key), asked.config
     # beside pp, cp alone is planned as it is beside tp
     stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
@@ -359,6 +360,11 @@ def prices_of(
     )
     if prices is not None:
         made = replace(made, request=replace(made.request, prices=prices))
+    if outer and first.outer and not made.request.plan:
+        graphs = {fingerprint(made.serial): outer.graph_plan()}
+        of_outer = Plan(first.outer.name, first.outer.size, graphs=graphs)
+        plan = Plan(made.request.axis, first.planned.size, outer=of_outer)
+        made = replace(made, request=replace(made.request, plan=plan))
     planned = made.plan().recomputing(None)  # which is a row's own
     first_asked, to_fit = asked.losses
     request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
@@ -380,8 +386,7 @@ def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:
     return len(sizes) + len(meshes) + 3
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
+def _silent(what: str, done: int, total: int) -> None: ...
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

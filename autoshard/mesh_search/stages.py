@@ -43,7 +43,7 @@ from autoshard.planning.estimate import (
 )
 from autoshard.planning.solver import Chain, cut_stages
 from autoshard.runtime.graph_meta import MUTATED
-from autoshard.runtime.pipeline import ScheduleShape, Timeline, is_possible, kept_at_once, timeline
+from autoshard.runtime.pipeline import Duration, ScheduleShape, duration, is_possible, kept_at_once
 
 _MOST_PLACES = 256
 """Places for a cut that the search considers: those where least is sent, alike in every layer."""
@@ -80,7 +80,7 @@ class Scheduled:
     parts: list[Profile]
     sent: tuple[tuple[int, int], ...]
     seconds: tuple[tuple[float, float], ...]
-    times: Timeline
+    times: Duration
     stages: tuple[StageSpan, ...]
     microbatches: int
     order: StageOrder
@@ -159,7 +159,7 @@ class GraphStages:
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
         self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
-        self._timelines: dict[tuple[object, ...], Timeline] = {}
+        self._timelines: dict[tuple[object, ...], Duration] = {}
         self._scheduled: dict[tuple[int, int, StageOrder, int, Link], Scheduled | None] = {}
 
     def can_run(self) -> bool:
@@ -274,7 +274,7 @@ class GraphStages:
             parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
-            times=timeline(schedule, microbatches, forward, backward, chunks),
+            times=duration(schedule, microbatches, forward, backward, chunks),
             stages=tuple(
                 StageSpan(a, b, live[s % ranks][s // ranks]) for s, (a, b) in enumerate(spans)
             ),
@@ -311,7 +311,7 @@ class GraphStages:
         ahead, back = ([each[i] for each in seconds] for i in (0, 1))
         key, (schedule, chunks) = (one.order, one.microbatches, *seconds), one.order
         if key not in self._timelines:
-            made = timeline(schedule, one.microbatches, ahead, back, chunks)
+            made = duration(schedule, one.microbatches, ahead, back, chunks)
             self._timelines[key] = made
         times = self._timelines[key]
         return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)

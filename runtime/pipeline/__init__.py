@@ -7,8 +7,10 @@ from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipel
 from autoshard.runtime.pipeline.schedules import (
     SCHEDULES,
     Action,
+    Duration,
     ScheduleShape,
     Timeline,
+    duration,
     is_possible,
     kept_at_once,
     most_kept,

@@ -136,7 +136,7 @@ def kept_at_once(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
     """The micro-batches of which a rank's stages keep the activations when these are most in all:
     stages of one rank are not at their most at once."""
     alive, most = [0] * shape.chunks, [0] * shape.chunks
-    for each in SCHEDULES[schedule](rank, shape):
+    for each in SCHEDULES[schedule](rank, _shorter(schedule, shape)):
         if each.work != "I":
             alive[each.chunk] += 1 if each.work == "F" else -1
             most = list(alive) if sum(alive) > sum(most) else most
@@ -183,6 +183,53 @@ def timeline(
     seconds = max(span[-1][1] for span in spans)
     busy = sum(end - begin for span in spans for begin, end in span)
     return Timeline(spans, seconds, 1 - busy / (seconds * shape.ranks) if seconds else 0.0)
+
+
+_ROUNDS = 4
+"""After so many rounds of as many micro-batches as there are ranks, a schedule repeats itself."""
+
+
+def _shorter(schedule: str, shape: ScheduleShape) -> ScheduleShape:
+    """The same order with fewer micro-batches, of which a rank keeps as many."""
+    ranks, count, _ = shape
+    rest = count % ranks
+    if schedule == "gpipe" or (schedule == "interleaved" and rest):
+        return shape
+    return shape._replace(microbatches=min(count, _ROUNDS * ranks + rest))
+
+
+class Duration(NamedTuple):
+    """Seconds of a step, and the part of them that ranks wait."""
+
+    seconds: float
+    idle: float
+
+
+def duration(
+    schedule: str,
+    microbatches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    chunks: int = 1,
+) -> Duration:
+    """That of a `timeline`. Of many micro-batches the first are timed, and the others take as long
+    as the last of those, but for a rank that is busy from its first forward to its last backward.
+    """
+    shape = ScheduleShape(len(forward) // chunks, microbatches, chunks)
+    few = _shorter(schedule, shape).microbatches
+    given = forward, backward, chunks
+    more = few + shape.ranks
+    if more >= microbatches:
+        return Duration(*timeline(schedule, microbatches, *given)[1:])
+    first, second = (timeline(schedule, count, *given).seconds for count in (few, more))
+    each = list(map(sum, zip(forward, backward)))
+    seconds = second + (microbatches - more) * (second - first) / shape.ranks
+    part = 0.0 if schedule == "zb1" else 1.0  # ranks before do not wait for its last action
+    for rank in range(shape.ranks):
+        busy = microbatches * sum(each[rank :: shape.ranks])
+        seconds = max(seconds, sum(forward[:rank]) + busy + part * sum(backward[:rank]))
+    idle = 1 - microbatches * sum(each) / (seconds * shape.ranks) if seconds else 0.0
+    return Duration(seconds, idle)
 
 
 def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, ActionKind, int]]:

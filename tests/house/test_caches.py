@@ -53,7 +53,6 @@ CACHES = {
     "autoshard/export/to_onnx.py _operator": "onnxscript's values",
     "autoshard/export/to_tensorrt/build.py log_of": "the module tensorrt",
     "autoshard/planning/estimate/weights.py step_work": "an optimizer's name, shape and dtype",
-    "autoshard/planning/search/pairs.py by_copy": "of one call: three states",
     "runtime/compat/tensors.py transfers": "torch's operators",
     "runtime/compat/version.py probe_compilers": "torch's names",
     "runtime/errors.py _torch_folder": "where torch is installed",

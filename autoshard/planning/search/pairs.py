@@ -12,9 +12,9 @@ could share that, so that the sum is never more than what the plan costs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,7 +66,7 @@ class HeldValue:
         self.price = self.outer.prices.change_cost(self.source)
         self._whole = self.inner.prices.moved(self.source)
         self._diff = self.outer.prices.moved(self.source).diff
-        self._moved: dict[tuple[State, bool], MovedValue] = {}
+        self._moved: dict[tuple[State, bool], tuple[MovedValue, dict[StatePair, float]]] = {}
         self._passed: dict[StatePair, list[Passed]] = {}
 
     def same(self, a: State, b: State) -> bool:
@@ -82,14 +82,18 @@ class HeldValue:
         whether it is the operator's result, not what a change over the outer axis made."""
         if (held, own) not in self._moved:
             tensor, whole = self._tensor(held), self._whole
-            self._moved[held, own] = MovedValue(
+            moved = MovedValue(
                 tensor_bytes(tensor),
                 whole.diff,
                 whole.activation or (not own and whole.diff),
                 cost.outer_dim(tensor.shape),
                 whole.last,
             )
-        return self.inner.prices.change(a, b, self._moved[held, own])
+            self._moved[held, own] = moved, {}
+        moved, known = self._moved[held, own]
+        if (a, b) not in known:
+            known[a, b] = self.inner.prices.change(a, b, moved)
+        return known[a, b]
 
     def passed(self, src: State, dst: State) -> list[Passed]:
         """The inner states that a change over the outer axis passes, with its seconds in each."""
@@ -102,22 +106,36 @@ class HeldValue:
             ]
         return self._passed[src, dst]
 
-    def least(
+    def read(
         self,
-        held: State,
-        want: StatePair,
-        inner: Sequence[State],
+        have: Sequence[StatePair],
+        want: Sequence[StatePair],
         own: bool = True,
         readers: int = 1,
-    ) -> float:
-        """Least seconds to read in `want` what is held in the outer state `held`, and inside in any
-        of `inner`, through a change over the outer axis of which this reader pays one of `readers`
-        parts."""
-        return min(
-            (min(self.inside(held, a, t, own) for a in inner) + seconds) / readers
-            + self.inside(want[0], t, want[1], own=False)
-            for t, seconds in self.passed(held, want[0])
-        )
+    ) -> np.ndarray:
+        """[have, want]: least seconds to read what is held in one pair as another; where the outer
+        states differ, through a change over the outer axis of which this reader pays one of
+        `readers` parts. own: as of `inside`."""
+        found = np.empty((len(have), len(want)))
+        for (held, rows), (outer, columns) in itertools.product(_by_outer(have), _by_outer(want)):
+            inner, wanted = [have[i][1] for i in rows], [want[i][1] for i in columns]
+            if self.same(held, outer):
+                block = self._changes(held, inner, wanted, own)
+            else:
+                passed = self.passed(held, outer)
+                states = [one.state for one in passed]
+                seconds = np.array([one.seconds for one in passed])
+                before = self._changes(held, inner, states, own)
+                after = self._changes(outer, states, wanted, False)
+                through = ((before + seconds) / readers)[:, :, None] + after[None]
+                block = through.min(axis=1)
+            found[np.ix_(rows, columns)] = block
+        return found
+
+    def _changes(
+        self, held: State, have: Sequence[State], want: Sequence[State], own: bool
+    ) -> np.ndarray:
+        return np.array([[self.inside(held, a, b, own) for b in want] for a in have])
 
     def _tensor(self, held: State) -> torch.Tensor:
         return self.parts.tensor(value(self.source), held)
@@ -149,15 +167,7 @@ class ValueTables:
     def direct(self, made: Sequence[Produced], wanted: Sequence[StatePair]) -> np.ndarray:
         """Of a value with one reader: [made, wanted]."""
 
-        def cell(have: StatePair, want: StatePair) -> float:
-            if self.held.same(have[0], want[0]):
-                return self.held.inside(have[0], have[1], want[1])
-            return self.held.least(have[0], want, (have[1],))
-
-        def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
-            return _array(cell, have, want)
-
-        return self._spread(("direct",), _pairs(made), tuple(wanted), table)
+        return self._spread(("direct",), _pairs(made), tuple(wanted), self.held.read)
 
     def inner_copy(self, made: Sequence[Produced], copies: Sequence[State]) -> np.ndarray:
         """[made, inner copy]."""
@@ -192,7 +202,9 @@ class ValueTables:
             have = list(dict.fromkeys(key[1]))
             table = _array(cell, have, outer)
             if copies:
-                inner = [_array(cell, [(h, k) for h, _ in have], outer) for k in copies]
+                own = list(dict.fromkeys(h for h, _ in have))
+                rows = [own.index(h) for h, _ in have]
+                inner = [_array(cell, [(h, k) for h in own], outer)[rows] for k in copies]
                 table = np.minimum(table[:, None], np.stack(inner, 1))
             self._all[key] = np.ascontiguousarray(table[[have.index(one) for one in key[1]]])
         return self._all[key]
@@ -207,19 +219,6 @@ class ValueTables:
         """[made, wanted, inner copy, outer copy]; without inner copies, that place is left out."""
         held, share = self.held, self.share
 
-        def own(have: StatePair, want: StatePair) -> float:
-            if held.same(have[0], want[0]):
-                return held.inside(have[0], have[1], want[1])
-            return held.least(have[0], want, (have[1],), True, share)
-
-        def copied(also: OuterCopy, want: StatePair) -> float:
-            if also is None:
-                return np.inf
-            if held.same(also[0], want[0]):
-                return held.inside(also[0], also[1], want[1], own=False)
-            return held.least(also[0], want, (also[1],), False, share)
-
-        @cache
         def by_copy(have: State, want: State, also: State) -> bool:
             if held.same(have, want):
                 return False
@@ -227,21 +226,26 @@ class ValueTables:
             return held.same(also, want) or nearer
 
         def routes(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
-            given = (
-                [c is not None and by_copy(h, w, c[0]) for c in outer]
-                for h, _ in have
-                for w, _ in want
-            )
-            return np.array(list(given)).reshape(len(have), len(want), len(outer))
+            groups = [_by_outer(have), _by_outer(want), _by_outer([c or (I, I) for c in outer])]
+            found = np.empty((len(have), len(want), len(outer)), dtype=bool)
+            for (h, rows), (w, columns), (c, copied) in itertools.product(*groups):
+                found[np.ix_(rows, columns, copied)] = by_copy(h, w, c)
+            found[:, :, [i for i, c in enumerate(outer) if c is None]] = False
+            return found
 
         def table(have: list[StatePair], want: list[StatePair]) -> np.ndarray:
-            from_own = _array(own, have, want)
-            through = _array(copied, outer, want).T[None]
+            from_own = held.read(have, want, True, share)
+            through = np.full((len(outer), len(want)), np.inf)
+            some = [i for i, c in enumerate(outer) if c is not None]
+            through[some] = held.read([c for c in outer if c is not None], want, False, share)
+            through = through.T[None]
             route = routes(have, want)
             if not copies:
                 return np.where(route, through, from_own[:, :, None])
-            from_inner = [_array(own, [(h, k) for h, _ in have], want) for k in copies]
-            least = np.minimum(from_own[:, :, None], np.stack(from_inner, 2))
+            own = list(dict.fromkeys(h for h, _ in have))
+            rows = [own.index(h) for h, _ in have]
+            each = [held.read([(h, k) for h in own], want, True, share)[rows] for k in copies]
+            least = np.minimum(from_own[:, :, None], np.stack(each, 2))
             return np.where(route[:, :, None, :], through[:, :, None, :], least[..., None])
 
         key = ("reader", tuple(copies), tuple(outer))
@@ -261,6 +265,14 @@ class ValueTables:
             rows, columns = [have.index(one) for one in made], [want.index(one) for one in wanted]
             self._all[whole] = np.ascontiguousarray(table(have, want)[rows][:, columns])
         return self._all[whole]
+
+
+def _by_outer(pairs: Sequence[StatePair]) -> list[tuple[State, list[int]]]:
+    """The places of the pairs with each outer state."""
+    found: dict[State, list[int]] = {}
+    for i, (outer, _) in enumerate(pairs):
+        found.setdefault(outer, []).append(i)
+    return list(found.items())
 
 
 def _pairs(made: Sequence[Produced]) -> tuple[StatePair, ...]:

@@ -119,14 +119,14 @@ def test_a_model_is_a_few_layers_of_each_kind() -> None:
 def test_the_layout_that_is_proposed_has_the_samples_of_the_row() -> None:
     small = {"vocab": 64, "width": 64, "hidden": 128, "layers": 2, "heads": 4}
     row = Row(**{**ROW, "source": "titan-x", "world": 2, "mesh": {"tp": 2}, "batch": 2})
-    mesh, batch, how, tokens, held, why = proposal(
+    mesh, batch, how, tokens, held, why, seconds = proposal(
         row, {"machines": {}, "models": {"small": small}}
     )
     size, times = int(batch.removesuffix("x100")), int(how.split()[0])
     assert size * times * (2 if "dp" in mesh else 1) == 2 * 8
-    assert tokens and held and "does" in why
+    assert tokens and held and "does" in why and float(seconds) >= 0
     unknown = {"machines": {}, "models": {"small": {"hf": "nobody/unknown"}}}
-    assert "no family" in proposal(row, unknown)[-1]
+    assert "no family" in proposal(row, unknown)[-2]
 
 
 PUBLISHED: list[dict[str, Any]] = [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from autoshard.runtime.pipeline.schedules import (
     SCHEDULES,
     Action,
     ScheduleShape,
+    duration,
     is_possible,
     kept_at_once,
     most_kept,
@@ -59,6 +62,19 @@ def test_a_schedule_does_all_and_is_idle_as_the_formula_says(
         at_once = kept_at_once(name, shape, rank)
         assert at_once in alive and sum(at_once) == max(map(sum, alive)) > sum(alive[-1]) == 0
         assert most_kept(name, shape, rank) == [max(each) for each in zip(*alive)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_many_micro_batches_last_as_long_as_their_timeline(name: str) -> None:
+    ranks, chunks, draw = 4, 2 if name == "interleaved" else 1, random.Random(7)
+    for count in (8, 20, 24, 36, 37):
+        if not is_possible(name, ScheduleShape(ranks, count, chunks)):
+            continue
+        forward, backward = ([n + draw.random() for _ in range(ranks * chunks)] for n in (4, 9))
+        times = timeline(name, count, forward, backward, chunks)
+        found = duration(name, count, forward, backward, chunks)
+        assert found.seconds == pytest.approx(times.seconds, rel=0.005)
+        assert found.idle == pytest.approx(times.idle, abs=0.005)
 
 
 def test_groups_of_an_interleaved_schedule_are_of_one_size() -> None:
