@@ -192,19 +192,15 @@ class Layers:
     def screened(self, mesh: AxisSizes) -> Screened | None:
         """A mesh by its layers; None where it has more stages than there are layers."""
         layout, training = self.asked.layout(mesh), self.asked.training_on(mesh)
-        machine, times = self.choices.machine.on(mesh), training.microbatches
         if mesh.get("pp", 1) == 1:
+            machine, times = self.choices.machine.on(mesh), training.microbatches
             more = self.again(footprint(self.whole, layout, training), self.between)
-            step = timing(self.whole, layout, training, machine).step
-            step += times * self.between * (more or 0.0)
+            took = timing(self.whole, layout, training, machine).step
+            step = took + times * self.between * (more or 0.0)
             rate = times * layout.batches / (step * math.prod(mesh.values()))
             return self._screened(mesh, ("1f1b", 1), rate, more is not None)
-        found = [self._pipeline(mesh, order) for order in self.asked.orders]
-        return max(
-            (one for one in found if one is not None),
-            key=lambda one: (one.fits, one.rate),
-            default=None,
-        )
+        found = filter(None, (self._pipeline(mesh, order) for order in self.asked.orders))
+        return max(found, key=lambda one: (one.fits, one.rate), default=None)
 
     def _cut(
         self, order: StageOrder, ranks: int, count: int, took: Took, over: float
@@ -214,7 +210,8 @@ class Layers:
         key = order, ranks, count, tuple(took.items()), over
         if key in self._cuts:
             return self._cuts[key]
-        (schedule, chunks), units, found = order, [0, *[1] * self.between, 2], None
+        (schedule, chunks), units = order, [0, *[1] * self.between, 2]
+        found: _CutLayers | None = None
         shape = ScheduleShape(ranks, count, chunks)
         possible = is_possible(schedule, shape)
         spans = cut_units(units, took, over, ranks * chunks, count) if possible else None
@@ -228,8 +225,7 @@ class Layers:
             layers = [span.count(1) * times for span, times in zip(spans, at_once)]
             parts = [joined(stages[rank::ranks]) for rank in range(ranks)]
             found = _CutLayers(spans, parts, [sum(layers[rank::ranks]) for rank in range(ranks)])
-        self._cuts[key] = found
-        return found
+        return self._cuts.setdefault(key, found)
 
     def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
         layout, training = replace(self.asked.layout(mesh), staged=True), self.asked.training
@@ -282,12 +278,13 @@ class _Plans:
 
     def __init__(self, asked: Asked, short: Shallow, prices: Priced, before: _Plans | None) -> None:
         """before: of a smaller micro-batch, whose plans of an outer axis are followed."""
-        self.asked, self.given, self.before = asked, (short, prices), before and before.known
+        self.asked, self.given = asked, (short, prices)
         self.known: dict[PlanAxes, Layers | None] = {}
+        self.before: dict[PlanAxes, Layers | None] = {} if before is None else before.known
 
     def of(self, key: PlanAxes) -> Layers | None:
         if key not in self.known:
-            self.known[key] = _layers(key, *self.given, (self.before or {}).get(key))
+            self.known[key] = _layers(key, *self.given, self.before.get(key))
         return self.known[key]
 
     def in_order(
@@ -375,7 +372,7 @@ def _layers(key: PlanAxes, short: Shallow, prices: Priced, known: Layers | None)
     """None where an option has no such plan, or rows do not travel to experts."""
     outer = None if known is None else known.choices.planned.outer
     try:
-        choices = prices(key, outer and outer.decisions)
+        choices = prices(key, None if outer is None else outer.decisions)
     except AutoshardError:
         return _layers(key, short, prices, None) if outer else None
     return Layers(choices, short) if choices.free.exchanges or "ep" not in dict(key) else None
