@@ -208,7 +208,8 @@ def attempt() -> Iterator[None]:
     """
     try:
         yield
-    except compat.RESTARTS:  # Dynamo traces the frame again: nothing has failed
+    except compat.RESTARTS:  # nothing has failed
+        compat.trace_again()
         raise
     except Exception as error:
         exchange = current_exchange()

@@ -68,6 +68,7 @@ from autoshard.runtime.compat.frames import (
     registered_backend,
     running_ddp,
     specialize_floats,
+    trace_again,
 )
 from autoshard.runtime.compat.groups import (
     OwnSums,

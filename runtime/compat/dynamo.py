@@ -260,7 +260,8 @@ def _other(guard: Guard) -> Any:
 
 def _of_class(source: Any) -> str:
     """What a source is the class of, as an expression; "": it is of none."""
-    return _name(source.base) if isinstance(source, TypeSource) else ""
+    is_one = isinstance(source, TypeSource) or getattr(source, "member", "") == "__class__"
+    return _name(source.base) if is_one else ""
 
 
 def _of_extended(source: Any, replaced: Container[str]) -> Any:

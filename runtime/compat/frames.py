@@ -16,6 +16,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     UnspecializeRestartAnalysis,
+    exceptions_allowed_to_be_fallback,
 )
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,8 +29,21 @@ allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 TraceError = TorchDynamoException  # of what torch.compile cannot trace, and of nothing else
 
-RESTARTS = (UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis)
-"""Exceptions by which a trace, or a compiler in it, asks Dynamo to trace the frame again."""
+RESTARTS = (
+    UnspecializeRestartAnalysis,
+    TensorifyScalarRestartAnalysis,
+    *exceptions_allowed_to_be_fallback,
+)
+"""Exceptions by which a trace, or a compiler in it, asks Dynamo to trace the frame again; with a
+graph break before what no fake tensor can say (the number in a tensor, a shape that it decides)."""
+
+
+def trace_again() -> None:
+    """Have Dynamo take an exception of RESTARTS for what it is: where a graph has an operator that
+    `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's."""
+    if torch._guards.CompileContext.current_compile_id() is not None:
+        translator: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+        translator.output.has_user_defined_allowed_in_graph = False
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):

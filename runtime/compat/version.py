@@ -49,6 +49,7 @@ torch._dynamo.eval_frame._TorchDynamoContext
 torch._dynamo.exc.TensorifyScalarRestartAnalysis
 torch._dynamo.exc.TorchDynamoException
 torch._dynamo.exc.UnspecializeRestartAnalysis
+torch._dynamo.exc.exceptions_allowed_to_be_fallback
 torch._dynamo.exc.unimplemented
 torch._dynamo.guards.GuardBuilder
 torch._dynamo.guards.get_verbose_code_parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -173,6 +174,32 @@ def test_autocast_around_the_call(gloo2: Any) -> None:
         results = gloo2(autocast, inner, True)
         check(results, tolerance=2e-2)
         assert results[0]["gradient"] > 1e-6, "nothing was computed in bf16"
+
+
+class Padded(nn.Module):
+    """As many rows of zeros as numbers of numpy say, which Dynamo makes tensors of: no fake tensor
+    knows, and the frame runs as eager code, after our backend has said so on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, rows: Any) -> torch.Tensor:
+        y: torch.Tensor = self.down(F.pad(self.up(x).relu(), (0, 0, rows, rows)))
+        return y.square().mean()
+
+
+def padded(axis: str) -> dict[str, Any]:
+    pair = Pair(Padded(), mesh={axis: 2})
+    pair.train([lambda m, n=n: m(torch.ones(4, 6, 8), np.int64(n)) for n in (1, 2)])
+    return pair.result()
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_what_no_fake_tensor_knows_is_left_to_eager_code(gloo2: Any, axis: str) -> None:
+    results = gloo2(padded, axis)
+    assert furthest(r[kind] for r in results for kind in ("loss", "gradient")) < TOLERANCE
+    assert any(r["share"] for r in results), "no parameter is stored in parts"
 
 
 class Counting(nn.Module):

@@ -196,7 +196,8 @@ def _hold_sizes(inputs: Sequence[compat.GraphInput]) -> None:
     """Trace again with the sizes of this call where Dynamo made symbols of them: a cut is of sizes
     that are known. A number that changes is an error."""
     changing = [item for item in inputs if _changes(item)]
-    if compat.hold_sizes([item.real for item in changing if item.real is not None]):
+    names = {item.name for item in changing}  # a symbol has that of its tensor, or the offset's
+    if compat.hold_sizes([i.real for i in inputs if i.real is not None and i.name in names]):
         raise compat.RestartTrace("pp cuts a graph of fixed sizes")
     for item in changing:
         raise ConfigError(

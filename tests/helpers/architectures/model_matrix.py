@@ -164,30 +164,38 @@ def step_of(name: str, mesh: str) -> tuple[str, str]:
             other = isinstance(inner, PlanMismatchError)  # what another rank raised
             if isinstance(inner, autoshard.AutoshardError) and not other:
                 return "refused", text
-            plain = _plain(model, batch)
+            plain = _plain(model, batch, mesh)
             return ("torch", plain) if plain else ("wrong", text)
         if off <= TOLERANCE:
             return "equal", why
         why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
     if _draws(model, batch):
         return "random", why
-    plain = _plain(model, batch)
+    plain = _plain(model, batch, mesh)
     return ("torch", plain) if plain else ("wrong", why)
 
 
-def _plain(model: nn.Module, batch: dict[str, Any]) -> str:
-    """What is wrong with a step of torch's own aot_eager; empty where it is as without it."""
+def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
+    """What is wrong with a step of torch's own aot_eager, on the batch of a rank; empty where it is
+    as without it."""
     torch._dynamo.reset()
     serial, ours = copy.deepcopy(model), copy.deepcopy(model)
     try:
         compiled = torch.compile(ours, backend="aot_eager")
         for run in (serial, compiled):
             torch.manual_seed(0)
-            tiny_models.loss_of(run(**batch)).backward()
+            tiny_models.loss_of(run(**_batches(batch, mesh)[0])).backward()
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     off, worst = _furthest(_gradients(serial), _gradients(ours))
     return f"{worst} is {off:.2g} off" if off > TOLERANCE else ""
+
+
+def _batches(batch: dict[str, Any], mesh: str) -> list[dict[str, Any]]:
+    """The batch of each data-parallel rank."""
+    parts = [part[1] for part in chunks(((), batch), 2 if mesh in ("dp_shard", "ep") else 1)]
+    # views of one batch would have one version counter: what writes to one would spoil the other
+    return pytree.tree_map_only(torch.Tensor, torch.clone, parts)  # type: ignore[no-any-return]
 
 
 def _draws(model: nn.Module, batch: dict[str, Any]) -> bool:
@@ -203,18 +211,15 @@ def apart(
     """How far the gradients are from the serial ones, as a share of their norm; which most."""
     torch._dynamo.reset()
     serial, ours = (copy.deepcopy(model).to(dtype) for _ in range(2))
-    split = 2 if mesh in ("dp_shard", "ep") else 1
-    batches = [part[1] for part in chunks(((), in_dtype(batch, dtype)), split)]
-    # views of one batch would have one version counter: what writes to one would spoil the other
-    parts = pytree.tree_map_only(torch.Tensor, torch.clone, batches)
+    parts = _batches(in_dtype(batch, dtype), mesh)
     torch.manual_seed(0)
-    sum(tiny_models.loss_of(serial(**part)) / split for part in parts).backward()
+    sum(tiny_models.loss_of(serial(**part)) / len(parts) for part in parts).backward()
     options = {"mesh": {mesh: 2}, "inner": "aot_eager", "timeout": 200}
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     run = torch.compile(ours, backend="autoshard", options=options)
     torch.manual_seed(0)
-    tiny_models.loss_of(run(**parts[dist.get_rank() % split])).backward()
+    tiny_models.loss_of(run(**parts[dist.get_rank() % len(parts)])).backward()
     return _furthest(_gradients(serial), _gradients(ours))
 
 
