@@ -234,9 +234,10 @@ def attend(layer: Any, given: Values) -> torch.Tensor:
     query, key, value, mask, lengths = given
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    operands = (one.float() for one in (query, key, value))
     kind = layer.causal_kind.name.lower()
-    found = rank_graph.attention(*operands, mask, lengths, causal=kind, scale=1.0)
+    found = rank_graph.attention(
+        query.float(), key.float(), value.float(), mask, lengths, causal=kind, scale=1.0
+    )
     return found.to(query.dtype)
 
 

@@ -320,8 +320,8 @@ def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
     if name in _SIZES and target._overloadname != "dtype":
         return _SIZES[name], dim
     if name == "aten.repeat":  # the times of a dim that has one entry are its size
-        times, size = node.args[1][dim], value(node).shape[dim]  # type: ignore[index]
-        return (1, dim) if same(times, size) else None
+        times: Any = node.args[1]
+        return (1, dim) if same(times[dim], value(node).shape[dim]) else None
     if name == "aten.unflatten":
         first = node.args[1] % value(node.all_input_nodes[0]).dim()
         if first <= dim < first + len(node.args[2]):  # type: ignore[arg-type]
