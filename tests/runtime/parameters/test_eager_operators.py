@@ -182,11 +182,13 @@ def initialised(model: nn.Sequential) -> None:
 
 _OPERATORS = torch.library.Library("autoshard_tests", "DEF")
 _OPERATORS.define("step(Tensor g, Tensor(a!) p, float lr, *, Tensor(b!)? average=None) -> ()")
-_OPERATORS.impl(
-    "step",
-    lambda g, p, lr, average: p.sub_(average.lerp_(g, 0.5) * lr),
-    "CompositeExplicitAutograd",
-)
+
+
+def _step(g: torch.Tensor, p: torch.Tensor, lr: float, *, average: torch.Tensor) -> None:
+    p.sub_(average.lerp_(g, 0.5) * lr)
+
+
+_OPERATORS.impl("step", _step, "CompositeExplicitAutograd")
 
 
 def library_step(model: nn.Sequential) -> torch.Tensor:
