@@ -18,12 +18,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from autoshard.errors import AutoshardError
+from autoshard.mesh_search.deep_graphs import Screened, Shallow
 from autoshard.mesh_search.factorisations import (
     Asked,
     AxisSizes,
     PlanAxes,
-    Screened,
-    Shallow,
     apart,
     most_done,
     planned_axes,
@@ -48,7 +47,7 @@ from autoshard.planning.estimate import (
     waits_of,
 )
 from autoshard.runtime.mesh import PLANNED
-from autoshard.runtime.pipeline import Duration, ScheduleShape, duration, is_possible, kept_at_once
+from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once
 
 PLANS = 3
 """Of a deep graph, how many plans are made whole."""
@@ -85,7 +84,6 @@ class Layers:
         self.between = short.count - 2
         self._joined: dict[tuple[object, ...], Profile] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._durations: dict[tuple[object, ...], Duration] = {}
         self._cuts: dict[tuple[object, ...], _CutLayers | None] = {}
 
     @cached_property
@@ -229,7 +227,7 @@ class Layers:
 
     def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
         layout, training = replace(self.asked.layout(mesh), staged=True), self.asked.training
-        machine, (schedule, chunks), ranks = self.choices.machine.on(mesh), order, mesh["pp"]
+        machine, ranks = self.choices.machine.on(mesh), mesh["pp"]
         count, sent, links = self.asked.count(mesh), self._sent, machine.real_links
         axes = {**self.choices.stages.ranks, **layout.ranks}
         took = {i: pass_seconds(one, axes, links) for i, one in enumerate(self.parts)}
@@ -247,14 +245,11 @@ class Layers:
             sum(took[unit][1] for unit in span) + over + span.count(1) * (more[i % ranks] or 0.0)
             for i, span in enumerate(spans)
         ]
-        key = order, count, tuple(forward), tuple(backward)
-        if key not in self._durations:
-            self._durations[key] = duration(schedule, count, forward, backward, chunks)
         one = Scheduled(
             parts=parts,
             sent=((sent, 1),) * (len(spans) - 1),
             seconds=tuple(zip(forward, backward)),
-            times=self._durations[key],
+            times=self.choices.stages.takes(order, count, forward, backward),
             stages=(),
             microbatches=count,
             order=order,

@@ -1,34 +1,23 @@
-"""What a search tries: the meshes of a world, what is asked of all, and of one that is named; of a
-deep graph the one that has three of its equal layers."""
+"""The meshes of a world: which are tried, and what is asked of all, and of one that is named."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from torch import fx
-
-from autoshard.compiling import label, tandem_repeats
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.mesh_search.stages import StageOrder
 from autoshard.planning.chunked_loss import Chunking
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import Layout, Training
-from autoshard.runtime import compat
-from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.mesh import offline_mesh
 
 AxisSizes = dict[str, int]
 
 PlanAxes = tuple[tuple[str, int], ...]
 """The axes of a plan, and their ranks."""
-
-KEPT = 3
-FEWEST = 12
-"""Equal layers below which the whole graph is planned at once."""
 
 
 def candidates(
@@ -191,18 +180,6 @@ def _among(world: int, axes: AxisSizes) -> list[AxisSizes]:
     return found
 
 
-class Screened(NamedTuple):
-    """A mesh of a deep graph, by its layers: `rate` is the samples that a rank does in a second, or
-    the batches that were given; plan: the axes that are planned; batch: of a micro-batch."""
-
-    mesh: AxisSizes
-    order: StageOrder
-    rate: float
-    fits: bool
-    plan: PlanAxes
-    batch: int
-
-
 def apart(key: PlanAxes) -> dict[str, PlanAxes]:
     """The plans of each axis alone of a plan of several; none of any other."""
     several = [name for name, size in key if size > 1 and name != "pp"]
@@ -222,83 +199,3 @@ def most_done(mesh: AxisSizes, asked: Asked, seconds: float) -> float:
         chunks = max(chunks for _, chunks in asked.orders)
         seconds *= 1 + (pp - 1) / (chunks * asked.count(mesh))
     return pp * asked.batch * asked.layout(mesh).batches / (seconds * ranks)
-
-
-@dataclass(frozen=True)
-class Shallow:
-    """A captured graph with three of its `count` equal layers. weights: names, by layer."""
-
-    graph: fx.GraphModule
-    inputs: list[compat.GraphInput]
-    weights: tuple[frozenset[str], ...]
-    count: int
-
-
-def shallow(captured: fx.GraphModule, inputs: Sequence[compat.GraphInput]) -> Shallow | None:
-    """The graph with three of its equal layers; None where it has few, or what is after them reads
-    more than the last."""
-    nodes = [n for n in captured.graph.nodes if n.op not in ("placeholder", "output")]
-    repeats = tandem_repeats([label(node) for node in nodes])
-    if not repeats or captured.meta.get(MUTATED):
-        return None
-    start, one, most = max(repeats, key=lambda one: one[1] * one[2])
-    for period, count in ((one, most), (2 * one, most // 2)):  # windows and whole attention
-        layers = [nodes[start + i * period :][:period] for i in range(count)]
-        if count >= FEWEST and _are_equal(layers):
-            return _cut(captured, inputs, layers)
-    return None
-
-
-def _are_equal(layers: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether layers read the same of what is outside, of themselves and of the one before, and
-    nothing after them reads another than the last."""
-    at = {node: (i, k) for i, layer in enumerate(layers) for k, node in enumerate(layer)}
-
-    def reads(number: int, node: fx.Node) -> list[object]:
-        found: list[object] = []
-        for one in node.all_input_nodes:
-            own = at.get(one)
-            if own is not None:
-                found.append((number - own[0], own[1]))
-            elif one.op == "placeholder" and all(at.get(u, (-1,))[0] == number for u in one.users):
-                found.append("weight")
-            else:
-                found.append(one)
-        return found
-
-    for number, layer in enumerate(layers):
-        for k, node in enumerate(layer):
-            if number > 1 and reads(number, node) != reads(1, layers[1][k]):
-                return False
-            later = (at.get(user, (len(layers),))[0] for user in node.users)
-            if any(one > number + 1 for one in later):
-                return False
-    return True
-
-
-def _cut(
-    captured: fx.GraphModule,
-    inputs: Sequence[compat.GraphInput],
-    layers: Sequence[Sequence[fx.Node]],
-) -> Shallow:
-    gone = {node for layer in layers[KEPT:] for node in layer}
-    instead = dict(zip(layers[-1], layers[KEPT - 1]))
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    kept: list[compat.GraphInput] = []
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    items = dict(zip(placeholders, inputs, strict=True))
-    for node in captured.graph.nodes:
-        if node in items:
-            if node.users and gone.issuperset(node.users):
-                continue
-            kept.append(items[node])
-        if node not in gone:
-            made[node] = graph.node_copy(node, lambda one: made[instead.get(one, one)])
-    short = fx.GraphModule(captured, graph)
-    short.meta = dict(captured.meta)
-    weights = tuple(
-        frozenset(items[one].name for node in layer for one in node.all_input_nodes if one in items)
-        for layer in layers[:KEPT]
-    )
-    shared = frozenset.intersection(*weights)
-    return Shallow(short, kept, tuple(one - shared for one in weights), len(layers))

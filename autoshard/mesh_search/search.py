@@ -38,17 +38,16 @@ from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.mesh_search.deep_graphs import Shallow, shallow
 from autoshard.mesh_search.equal_layers import Priced, worth_a_plan
 from autoshard.mesh_search.factorisations import (
     Asked,
     AxisSizes,
     PlanAxes,
-    Shallow,
     candidates,
     checked,
     combined,
     planned_axes,
-    shallow,
 )
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
 from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint, value

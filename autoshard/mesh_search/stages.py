@@ -159,7 +159,7 @@ class GraphStages:
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
         self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
-        self._timelines: dict[tuple[object, ...], Duration] = {}
+        self._durations: dict[tuple[object, ...], Duration] = {}
         self._scheduled: dict[tuple[int, int, StageOrder, int, Link], Scheduled | None] = {}
 
     def can_run(self) -> bool:
@@ -274,13 +274,26 @@ class GraphStages:
             parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
-            times=duration(schedule, microbatches, forward, backward, chunks),
+            times=self.takes(order, microbatches, forward, backward),
             stages=tuple(
                 StageSpan(a, b, live[s % ranks][s // ranks]) for s, (a, b) in enumerate(spans)
             ),
             microbatches=microbatches,
             order=order,
         )
+
+    def takes(
+        self,
+        order: StageOrder,
+        microbatches: int,
+        forward: Sequence[float],
+        backward: Sequence[float],
+    ) -> Duration:
+        """How long stages of these seconds take; asked again by each data-parallel layout."""
+        key, (schedule, chunks) = (order, microbatches, *forward, *backward), order
+        if key not in self._durations:
+            self._durations[key] = duration(schedule, microbatches, forward, backward, chunks)
+        return self._durations[key]
 
     def _within(self, one: Scheduled, held: Sequence[Footprint], limit: int) -> Scheduled:
         """Stages that compute again what their rank needs to hold at most `limit` bytes; the least
@@ -308,12 +321,7 @@ class GraphStages:
             parts[rank] = replace(part, activations=SavedForBackward(saved, transient))
         if not chosen:
             return one
-        ahead, back = ([each[i] for each in seconds] for i in (0, 1))
-        key, (schedule, chunks) = (one.order, one.microbatches, *seconds), one.order
-        if key not in self._timelines:
-            made = duration(schedule, one.microbatches, ahead, back, chunks)
-            self._timelines[key] = made
-        times = self._timelines[key]
+        times = self.takes(one.order, one.microbatches, *zip(*seconds))
         return replace(one, parts=parts, seconds=tuple(seconds), times=times, chosen=chosen)
 
     def part(self, a: int, b: int, live: int, sent: Sequence[Sent]) -> Profile:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.building.pipeline import stages as stages_module
-from autoshard.building.pipeline.program import ONE_BY_ONE
+from autoshard.building.pipeline.program import ONE_BY_ONE, PipelineProgram
 from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.errors import CaptureError, ConfigError, PlanError
 from autoshard.verification.comparison import finite, norm
@@ -97,6 +97,18 @@ class Coupled(nn.Module):
         return self.down(up - up.mean(0)).sum()
 
 
+def check_step(
+    program: PipelineProgram, graph: tuple[Any, ...], model: nn.Module, x: torch.Tensor
+) -> None:
+    """A step of the stages is the model's: its loss, and every gradient."""
+    found = run(program, [item.real for item in graph[2]], "aot_eager")
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(found["loss"], loss.detach())
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(found["gradients"], wanted)
+
+
 class Alike(nn.Module):
     """Values that are alike for all samples, made for the whole batch: a class token that is
     repeated, kinds looked up by zeros, padding by new zeros."""
@@ -119,12 +131,7 @@ def test_values_alike_for_all_samples_are_made_in_the_rows_of_each_microbatch() 
     graph = graph_of(model, (x,))
     program = cut(graph, 2)
     assert program.microbatch.microbatches == 4
-    found = run(program, [item.real for item in graph[2]], "aot_eager")
-    loss = model(x)
-    loss.backward()
-    torch.testing.assert_close(found["loss"], loss.detach())
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(found["gradients"], wanted)
+    check_step(program, graph, model, x)
 
 
 class Noisy(nn.Module):
@@ -149,12 +156,7 @@ def test_a_batch_whose_samples_are_joined_is_one_microbatch() -> None:
     with pytest.warns(UserWarning, match=f"{ONE_BY_ONE}.*aten.sub"):
         program = cut(graph, 2)
     assert "one micro-batch, as samples are joined, on 2 stages" in program.lines()[0]
-    found = run(program, [item.real for item in graph[2]], "aot_eager")
-    loss = model(x)
-    loss.backward()
-    torch.testing.assert_close(found["loss"], loss.detach())
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(found["gradients"], wanted)
+    check_step(program, graph, model, x)
 
 
 class Few(nn.Module):
@@ -173,11 +175,7 @@ def test_the_last_stages_of_a_graph_of_few_operators_have_none(
     model, x = Few(), torch.randn(4, 8)
     graph = graph_of(model, (x,))
     program = cut(graph, 8, pipeline={"schedule": schedule})
-    found = run(program, [item.real for item in graph[2]], "aot_eager")
-    loss = model(x)
-    loss.backward()
-    torch.testing.assert_close(found["loss"], loss.detach())
-    torch.testing.assert_close(found["gradients"]["up.weight"], model.up.weight.grad)
+    check_step(program, graph, model, x)
     program.saved.save(tmp_path / "plan.json")
     again = cut(graph, 8, plan=str(tmp_path / "plan.json"))
     assert again.stage_lines() == program.stage_lines()

@@ -18,9 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoshard.capture import capture, intercept
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
-from autoshard.mesh_search import MeshSearch, equal_layers, factorisations, search_meshes
+from autoshard.mesh_search import MeshSearch, deep_graphs, equal_layers, search_meshes
+from autoshard.mesh_search.deep_graphs import Screened, shallow
 from autoshard.mesh_search.equal_layers import PLANS, Layers, worth_a_plan
-from autoshard.mesh_search.factorisations import Asked, Screened, planned_axes, shallow
+from autoshard.mesh_search.factorisations import Asked, planned_axes
 from autoshard.mesh_search.search import prices_of, search_captured
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Training
@@ -111,7 +112,7 @@ def test_layers_price_a_mesh_as_the_whole_graph_does() -> None:
 
 def test_a_deep_search_is_no_worse_than_any_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     few = search(12, 4)
-    monkeypatch.setattr(factorisations, "FEWEST", 1000)
+    monkeypatch.setattr(deep_graphs, "FEWEST", 1000)
     every = search(12, 4)
     assert few.best and every.best and len(few.rows) < len(every.rows)
     assert few.best.mfu >= 0.99 * every.best.mfu and few.reason()

@@ -250,8 +250,9 @@ def _runner(
         values = list(args)
         if check is not None:
             check(values)
-        for i in written.values():  # a backward to come reads what was there
-            values[i] = args[i].clone()
+        if rank.loss is None:  # a backward to come reads what was there
+            for i in written.values():
+                values[i] = args[i].clone()
         given = [args[i] for i in stored]
         with region, modes():
             parameters = _unsharded(given, unsharding)

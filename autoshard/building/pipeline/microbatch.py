@@ -104,17 +104,13 @@ class MicrobatchGraph:
         return {node: given.meta[OWN_AXIS] for node, given in own if OWN_AXIS in given.meta}
 
 
-def cut_batch(
-    serial: fx.GraphModule,
-    parameters: Mapping[fx.Node, str],
-    batch: Mapping[fx.Node, State],
-    microbatches: int,
-    ranks: Sequence[Axis] = (),
-) -> MicrobatchGraph:
-    """The graph of one of `microbatches` parts of the batch; rewrites mean losses of `serial`.
+def with_sums(
+    serial: fx.GraphModule, parameters: Mapping[fx.Node, str], ranks: Sequence[Axis] = ()
+) -> None:
+    """Rewrite what micro-batches could not add up to, in place: mean losses of `serial`.
 
-    ranks: data-parallel axes over all of whose tokens losses are means.
-    Raises CaptureError for what cannot be computed a part at a time.
+    ranks: data-parallel axes over all of whose tokens losses are means. Raises CaptureError for a
+    parameter that the model writes to.
     """
     places = serial.graph.find_nodes(op="placeholder")
     for node in [places[i] for i in serial.meta[MUTATED] if places[i] in parameters]:
@@ -127,6 +123,18 @@ def cut_batch(
     if not sum_over_tokens(serial, ranks) and ranks:
         warn_of_no_mean(serial)
     without_broadcasts(serial)
+
+
+def cut_batch(
+    serial: fx.GraphModule,
+    parameters: Mapping[fx.Node, str],
+    batch: Mapping[fx.Node, State],
+    microbatches: int,
+) -> MicrobatchGraph:
+    """The graph of one of `microbatches` parts of the batch, of a graph `with_sums`.
+
+    Raises CaptureError for what cannot be computed a part at a time.
+    """
     split = split_batch(serial, parameters, batch, microbatches)
     results: Sequence[Any] = serial.graph.output_node().args[0]  # type: ignore[assignment]
     own = [i for i, n in enumerate(results) if n in split.own and n not in parameters]

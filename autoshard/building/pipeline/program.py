@@ -18,6 +18,7 @@ from autoshard.building.pipeline.microbatch import (
     MicrobatchGraph,
     cut_batch,
     with_kept_outputs,
+    with_sums,
 )
 from autoshard.building.pipeline.stages import (
     StagePlan,
@@ -252,15 +253,16 @@ def build_pipeline(
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
     joins = False
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
+    with_sums(serial, parameters, counted)
     try:
-        microbatch = cut_batch(serial, parameters, batch, shape.microbatches, counted)
+        microbatch = cut_batch(serial, parameters, batch, shape.microbatches)
     except CaptureError as error:
         whole = shape._replace(microbatches=1)
         free = config.microbatches is None and (asked is None or asked.pipeline is None)
         if not free or whole == shape or not is_possible(schedule, whole):
             raise
         shape, joins = whole, True
-        microbatch = cut_batch(serial, parameters, batch, 1, counted)
+        microbatch = cut_batch(serial, parameters, batch, 1)
         warnings.warn(f"{ONE_BY_ONE}: {error}", stacklevel=2)
     if schedule == "gpipe":  # there the backwards of a loss may wait, too
         microbatch = replace(microbatch, loss=None)

@@ -90,6 +90,7 @@ def main() -> int:
             said, why = (None if drawn else by_threads(name, mesh)) or row(
                 pool, name, mesh, args.patience
             )
+            why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # paths of one machine
             known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
             with args.results.open("a") as file:
                 file.write(json.dumps(known[name, mesh]) + "\n")
