@@ -20,7 +20,7 @@ from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, search_meshes
 from autoshard.mesh_search.factorisations import Asked, planned_axes
 from autoshard.mesh_search.prices import MeshPrices
-from autoshard.mesh_search.rank_stages import cut_units, joined, pass_seconds, stage_footprint
+from autoshard.mesh_search.rank_stages import cut_units, of_ranks, pass_seconds, stage_footprint
 from autoshard.mesh_search.search import prices_of
 from autoshard.mesh_search.stages import Scheduled, step_of
 from autoshard.planning import Prices
@@ -237,7 +237,7 @@ def _pipeline(
     )
     times = timeline(row.schedule, once, forward, backward, chunks)
     one = Scheduled(
-        parts=[joined(stages[rank::ranks]) for rank in range(ranks)],
+        parts=of_ranks(stages, ranks),
         sent=((pieces.sent, 1),) * (len(spans) - 1),
         seconds=tuple(zip(forward, backward)),
         times=Duration(times.seconds, times.idle),

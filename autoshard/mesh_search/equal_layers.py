@@ -32,6 +32,7 @@ from autoshard.mesh_search.rank_stages import (
     StageSpan,
     cut_units,
     joined,
+    of_ranks,
     pass_seconds,
     stage_footprint,
 )
@@ -221,8 +222,9 @@ class Layers:
                 for span, times in zip(spans, at_once)
             ]
             layers = [span.count(1) * times for span, times in zip(spans, at_once)]
-            parts = [joined(stages[rank::ranks]) for rank in range(ranks)]
-            found = _CutLayers(spans, parts, [sum(layers[rank::ranks]) for rank in range(ranks)])
+            found = _CutLayers(
+                spans, of_ranks(stages, ranks), [sum(layers[rank::ranks]) for rank in range(ranks)]
+            )
         return self._cuts.setdefault(key, found)
 
     def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
@@ -236,10 +238,9 @@ class Layers:
         if cut is None:
             return None
         spans, parts, layers = cut
-        more = [
-            self.again(stage_footprint(part, layout, training), held)
-            for part, held in zip(parts, layers)
-        ]
+        alike = {id(part): part for part in parts}
+        held = {key: stage_footprint(part, layout, training) for key, part in alike.items()}
+        more = [self.again(held[id(part)], kept) for part, kept in zip(parts, layers)]
         forward = [sum(took[unit][0] for unit in span) + over for span in spans]
         backward = [
             sum(took[unit][1] for unit in span) + over + span.count(1) * (more[i % ranks] or 0.0)
@@ -345,6 +346,8 @@ def worth_a_plan(
     for size in asked.sizes:
         sized = replace(asked, batch=size)
         meshes = [mesh for mesh in meshes if sized.count(mesh)]
+        if not meshes:
+            break
         plans = _Plans(sized, *of(sized), plans)
         for known in (True, False):
             some = [m for m in meshes if known != bool(apart(planned_axes(m, asked.config)))]

@@ -282,6 +282,8 @@ def search_captured(
     for size in asked.sizes:
         one = replace(asked, batch=size)
         some = [m for m in (larger if chosen is None else chosen.get(size, ())) if one.count(m)]
+        if not some:
+            continue
         graph, larger = of_batch(captured, inputs, samples and size), []
         for key in dict.fromkeys(keys[_key(mesh)] for mesh in some):
             say("planning " + " x ".join(f"{name}={n}" for name, n in key))

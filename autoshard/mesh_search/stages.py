@@ -20,7 +20,7 @@ from functools import cache, cached_property
 from torch import fx
 
 from autoshard.building import Planned
-from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
+from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, of_ranks, stage_footprint
 from autoshard.planning import Recomputation, cheap_places, crossing, is_loss, places
 from autoshard.planning.cost import Cluster, Link, Machine
 from autoshard.planning.estimate import (
@@ -73,7 +73,8 @@ class PipelinePrice:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled:
-    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
+    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages; of
+    ranks with the same ones, one object.
     sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again
     in a step, of all their micro-batches."""
 
@@ -98,21 +99,33 @@ def step_of(
     """The largest stage, the memory of the ranks, and a step, with what data-parallel axes add.
     ranks: of each axis but pp. compute: seconds of a rank's own, without waits."""
     links, stages, microbatches = machine.real_links, len(one.parts), one.microbatches
-    memory = [stage_footprint(part, layout, training) for part in one.parts]
-    rank_sends, data_seconds = [], []
+    alike: dict[int, tuple[Footprint, dict[str, Traffic], float, float]] = {}
+    for part in one.parts:
+        if id(part) not in alike:
+            groups = buckets(part.weights, layout)
+            data = [(each, 1) for g in groups for each in data_collectives(g, layout, training)]
+            waited = [(each, microbatches) for each in part.sent]
+            alike[id(part)] = (
+                stage_footprint(part, layout, training),
+                sent_by_axis([*data, *waited], ranks, links),
+                sum(seconds(each, ranks, links) for each, _ in data),
+                update_seconds(part, layout, training, machine),
+            )
+    memory, sends, data_seconds, updates = zip(*(alike[id(part)] for part in one.parts))
+    rank_sends = []
     pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
-    for rank, part in enumerate(one.parts):
-        groups = buckets(part.weights, layout)
-        data = [each for g in groups for each in data_collectives(g, layout, training)]
-        data_seconds.append(sum(seconds(each, ranks, links) for each in data))
-        found = sent_by_axis([*data, *list(part.sent) * microbatches], ranks, links)
+    for rank, own in enumerate(sends):
+        found = dict(own)
         over = [each for pair in pairs[rank::stages] for each in pair]
         took = sum(links["pp"].seconds(*each) for each in over)
         nbytes, messages = map(sum, zip(*over))
         found["pp"] = Traffic(microbatches * nbytes, microbatches * took, microbatches * messages)
         rank_sends.append(found)
-    update = max(update_seconds(part, layout, training, machine) for part in one.parts)
-    busy, data_time = one.times.seconds * (1 - one.times.idle), max(data_seconds)
+    busy, data_time, update = (
+        one.times.seconds * (1 - one.times.idle),
+        max(data_seconds),
+        max(updates),
+    )
     axes = dict.fromkeys(axis for each in rank_sends for axis in each)
     most = {
         axis: max((r[axis] for r in rank_sends if axis in r), key=lambda t: t.nbytes)
@@ -129,7 +142,7 @@ def step_of(
             idle=one.times.idle,
             order=one.order,
             seconds=one.seconds,
-            memory=tuple(memory),
+            memory=memory,
             sent_bytes=tuple(nbytes for nbytes, _ in one.sent),
             again=max(one.chosen.values(), key=lambda each: each.seconds, default=None),
         ),
@@ -271,7 +284,7 @@ class GraphStages:
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
         return Scheduled(
-            parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
+            parts=of_ranks(parts, ranks),
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
             times=self.takes(order, microbatches, forward, backward),

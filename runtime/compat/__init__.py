@@ -130,7 +130,6 @@ from autoshard.runtime.compat.modes import (
     autocast_knows,
     define_operator,
     explicit_modes,
-    fake_kernels,
     is_traceable_wrapper_subclass,
     meta_constants,
     real_tensors,

@@ -30,16 +30,6 @@ def explicit_modes(grad: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def fake_kernels(mode: FakeTensorMode) -> Iterator[None]:
-    """Operators computed on fakes as in a trace, whose dispatcher is private: without it a linear
-    of symbolic sizes is torch 2.11's C++ one, which asks how many elements there are."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    with mode, enable_python_dispatcher(), torch.no_grad():
-        yield
-
-
 def autocast_is_on() -> bool:
     """Whether any device's autocast is enabled; Dynamo guards on it."""
     return bool(torch._C._is_any_autocast_enabled())

@@ -22,7 +22,6 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.spec import EngineSpec, Extent
 from autoshard.runtime.collectives import Axis, State
-from autoshard.runtime.compat import fake_kernels
 from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
 
 
@@ -169,7 +168,7 @@ def valued_call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda n: n.meta["val"])
     near = (*made.all_input_nodes, made.prev, made.next)  # a constant reads nothing
     tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
-    with fake_kernels(tensor.fake_mode):
+    with tensor.fake_mode, torch.no_grad():
         made.meta["val"] = target(*args, **kwargs)
     return made
 

@@ -50,21 +50,20 @@ def fill_buckets(
     holds `limit` bytes; with `before`, before it would hold more. A member that fills a bucket by
     itself is alone in one, and closes none.
     """
-    filling: dict[Hashable, list[int]] = {}
+    filling: dict[Hashable, tuple[list[int], int]] = {}
     buckets: list[list[int]] = []
     for i, (nbytes, key) in enumerate(zip(sizes, keys, strict=True)):
         if nbytes >= limit:
             buckets.append([i])
             continue
-        bucket = filling.get(key)
-        if bucket is not None and before and sum(sizes[j] for j in bucket) + nbytes > limit:
-            bucket = None
-        if bucket is None:
-            bucket = filling[key] = []
+        bucket, held = filling.pop(key, ([], 0))
+        if before and held + nbytes > limit:
+            bucket, held = [], 0
+        if not bucket:
             buckets.append(bucket)
         bucket.append(i)
-        if sum(sizes[j] for j in bucket) >= limit:
-            del filling[key]
+        if held + nbytes < limit:
+            filling[key] = bucket, held + nbytes
     return buckets
 
 

@@ -327,9 +327,9 @@ def _bucket_bytes(held: RankHolds, layout: Layout, training: Training) -> int:
         return 0
     gathered, kept, reduced = [], 0, []
     for bucket in buckets(held.weights, layout):
-        twice = [w for w in bucket if w.gathered_twice(layout)]
-        gathered.append(sum(w.gathered(layout) * w.itemsize for w in twice))
-        kept += sum(w.gathered(layout) * w.itemsize for w in bucket if w not in twice)
+        nbytes = [(w.gathered(layout) * w.itemsize, w.gathered_twice(layout)) for w in bucket]
+        gathered.append(sum(size for size, twice in nbytes if twice))
+        kept += sum(size for size, twice in nbytes if not twice)
         reduced.append(sent_bytes(bucket, lambda weight: weight.whole(layout), training))
     # a gradient bucket is there twice: its members, and the joined one that is sent
     sending = 2 * max(reduced, default=0)

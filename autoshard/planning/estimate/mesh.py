@@ -105,7 +105,8 @@ def timing(
         passes += (times - 1) * _pass_seconds(silent, alone, slows)
         repeated = [one for one in data if one.op == "all_gather"]
     update = update_seconds(profile, layout, training, machine)
-    sent = sent_by_axis([*data, *waited, *[*repeated, *waited] * (times - 1)], ranks, real)
+    often = [(data, 1), (repeated, times - 1), (waited, times)]
+    sent = sent_by_axis(((one, n) for each, n in often if n for one in each), ranks, real)
     busy = times * compute
     return Timing(passes + update, busy, passes - busy, update, sent)
 

@@ -78,16 +78,16 @@ def seconds(one: Sent, ranks: Mapping[str, int], links: Mapping[str, Link]) -> f
 
 
 def sent_by_axis(
-    sent: Iterable[Sent], ranks: Mapping[str, int], links: Mapping[str, Link]
+    sent: Iterable[tuple[Sent, int]], ranks: Mapping[str, int], links: Mapping[str, Link]
 ) -> dict[str, Traffic]:
-    """What a rank sends on each axis."""
+    """What a rank sends on each axis. sent: each collective, and how often."""
     found: dict[str, Traffic] = {}
-    for one in sent:
+    for one, times in sent:
         before = found.get(one.axis, Traffic(0.0, 0.0, 0))
         found[one.axis] = Traffic(
-            before.nbytes + cost.ring_bytes(one.op, one.nbytes, ranks[one.axis]),
-            before.seconds + seconds(one, ranks, links),
-            before.collectives + 1,
+            before.nbytes + times * cost.ring_bytes(one.op, one.nbytes, ranks[one.axis]),
+            before.seconds + times * seconds(one, ranks, links),
+            before.collectives + times,
         )
     return found
 
