@@ -374,7 +374,7 @@ class _Growth:
         def value(fake: Any) -> Any:
             is_tensor = isinstance(fake, torch.Tensor)
             owner, i = self.owners[storage_key(fake)] if is_tensor else (None, 0)
-            if owner not in instead:
+            if owner is None or owner not in instead:
                 return fake
             return fake_in(fake, None if instead[owner] is node else tensors_of(instead[owner])[i])
 

@@ -229,12 +229,13 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+    grow = short.grow
     theirs: Any = config.joint_custom_pre_pass
     passes = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
 
     class Grow(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            short.grow(graph)
+            grow(graph)
             grown.append(True)
             for each in passes:
                 each(graph)
