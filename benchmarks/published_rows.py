@@ -20,9 +20,9 @@ from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, search_meshes
 from autoshard.mesh_search.factorisations import Asked, planned_axes
 from autoshard.mesh_search.prices import MeshPrices
-from autoshard.mesh_search.rank_stages import cut_units, of_ranks, pass_seconds, stage_footprint
+from autoshard.mesh_search.rank_stages import cut_units, joined, pass_seconds, stage_footprint
 from autoshard.mesh_search.search import prices_of
-from autoshard.mesh_search.stages import Scheduled, step_of
+from autoshard.mesh_search.stages import RankCosts, Scheduled, step_of
 from autoshard.planning import Prices
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import Cluster, Machine
@@ -237,7 +237,7 @@ def _pipeline(
     )
     times = timeline(row.schedule, once, forward, backward, chunks)
     one = Scheduled(
-        parts=of_ranks(stages, ranks),
+        parts=[joined(stages[rank::ranks]) for rank in range(ranks)],
         sent=((pieces.sent, 1),) * (len(spans) - 1),
         seconds=tuple(zip(forward, backward)),
         times=Duration(times.seconds, times.idle),
@@ -245,7 +245,8 @@ def _pipeline(
         microbatches=once,
         order=(row.schedule, chunks),
     )
-    _, memory, step, price = step_of(one, axes, machine, layout, training, 0.0)
+    costs = RankCosts(axes, machine, layout, training, once)
+    _, memory, step, price = step_of(one, costs, 0.0)
     data = step.step - times.seconds - step.optimizer
     total = count / once * times.seconds + (1 - hidden) * data + step.optimizer
     return total, memory, times.idle

@@ -28,15 +28,8 @@ from autoshard.mesh_search.factorisations import (
     planned_axes,
 )
 from autoshard.mesh_search.prices import GAIN, MeshPrices
-from autoshard.mesh_search.rank_stages import (
-    StageSpan,
-    cut_units,
-    joined,
-    of_ranks,
-    pass_seconds,
-    stage_footprint,
-)
-from autoshard.mesh_search.stages import Scheduled, StageOrder, step_of
+from autoshard.mesh_search.rank_stages import StageSpan, cut_units, joined, pass_seconds
+from autoshard.mesh_search.stages import RankCosts, Scheduled, StageOrder, step_of
 from autoshard.planning import Decisions
 from autoshard.planning.cost import WAIT_SECONDS
 from autoshard.planning.estimate import (
@@ -124,21 +117,22 @@ class Layers:
         points = stages.choices.of(StageSpan(*self.spans[1], 2)).points
         return [_LayerChoice(one.kept, one.peak - 2 * one.kept, one.seconds) for one in points]
 
-    def joined(self, ends: tuple[bool, bool], between: int, live: int = 1) -> Profile:
-        """The profile of so many layers between, with the first and the last where `ends` says."""
-        key = ends, between, live
+    def joined(self, stages: Sequence[Sequence[int]], live: Sequence[int]) -> Profile:
+        """The profile of stages of these layers, each of which keeps so many micro-batches; with
+        other numbers of those the same, but for the activations."""
+        key = tuple((0 in units, units.count(1), 2 in units) for units in stages)
         if key not in self._joined:
-            first, layer, last = self.parts
-            one = joined([*[first] * ends[0], *[layer] * between, *[last] * ends[1]])
-            held = one.activations
-            kept = SavedForBackward(live * held.saved, held.transient)
-            self._joined[key] = replace(one, activations=kept)
-        return self._joined[key]
+            self._joined[key] = joined([self.parts[unit] for units in stages for unit in units])
+        one, saved = self._joined[key], [part.activations.saved for part in self.parts]
+        kept = sum(times * saved[unit] for units, times in zip(stages, live) for unit in units)
+        held = SavedForBackward(kept, one.activations.transient)
+        return replace(one, activations=held)
 
     @cached_property
     def whole(self) -> Profile:
         """The profile at the whole depth, with losses as where a step is short of memory."""
-        one, smaller = self.joined((True, True), self.between), self.choices.by_chunks.activations
+        one = self.joined([[0, *[1] * self.between, 2]], [1])
+        smaller = self.choices.by_chunks.activations
         spared = self.choices.stages.whole.activations.saved - smaller.saved
         saved = max(0, one.activations.saved - spared)
         held = SavedForBackward(saved, smaller.transient)
@@ -198,7 +192,10 @@ class Layers:
             step = took + times * self.between * (more or 0.0)
             rate = times * layout.batches / (step * math.prod(mesh.values()))
             return self._screened(mesh, ("1f1b", 1), rate, more is not None)
-        found = filter(None, (self._pipeline(mesh, order) for order in self.asked.orders))
+        axes, machine = {**self.choices.stages.ranks, **layout.ranks}, self.choices.machine.on(mesh)
+        given = (axes, machine, replace(layout, staged=True), self.asked.training)
+        costs = RankCosts(*given, self.asked.count(mesh))
+        found = filter(None, (self._pipeline(mesh, order, costs) for order in self.asked.orders))
         return max(found, key=lambda one: (one.fits, one.rate), default=None)
 
     def _cut(
@@ -215,32 +212,25 @@ class Layers:
         possible = is_possible(schedule, shape)
         spans = cut_units(units, took, over, ranks * chunks, count) if possible else None
         if spans is not None:
+            own = [spans[rank::ranks] for rank in range(ranks)]
             live = [kept_at_once(schedule, shape, rank) for rank in range(ranks)]
-            at_once = [live[i % ranks][i // ranks] for i in range(len(spans))]
-            stages = [
-                self.joined((0 in span, 2 in span), span.count(1), times)
-                for span, times in zip(spans, at_once)
+            layers = [
+                sum(units.count(1) * times for units, times in zip(*each))
+                for each in zip(own, live)
             ]
-            layers = [span.count(1) * times for span, times in zip(spans, at_once)]
-            found = _CutLayers(
-                spans, of_ranks(stages, ranks), [sum(layers[rank::ranks]) for rank in range(ranks)]
-            )
+            found = _CutLayers(spans, list(map(self.joined, own, live)), layers)
         return self._cuts.setdefault(key, found)
 
-    def _pipeline(self, mesh: AxisSizes, order: StageOrder) -> Screened | None:
-        layout, training = replace(self.asked.layout(mesh), staged=True), self.asked.training
-        machine, ranks = self.choices.machine.on(mesh), mesh["pp"]
-        count, sent, links = self.asked.count(mesh), self._sent, machine.real_links
-        axes = {**self.choices.stages.ranks, **layout.ranks}
-        took = {i: pass_seconds(one, axes, links) for i, one in enumerate(self.parts)}
+    def _pipeline(self, mesh: AxisSizes, order: StageOrder, costs: RankCosts) -> Screened | None:
+        ranks, count, links = mesh["pp"], costs.microbatches, costs.machine.real_links
+        sent, batches = self._sent, self.asked.layout(mesh).batches
+        took = {i: pass_seconds(one, costs.ranks, links) for i, one in enumerate(self.parts)}
         over = links["pp"].seconds(sent)
         cut = self._cut(order, ranks, count, took, over)
         if cut is None:
             return None
         spans, parts, layers = cut
-        alike = {id(part): part for part in parts}
-        held = {key: stage_footprint(part, layout, training) for key, part in alike.items()}
-        more = [self.again(held[id(part)], kept) for part, kept in zip(parts, layers)]
+        more = [self.again(costs.of(part).memory, kept) for part, kept in zip(parts, layers)]
         forward = [sum(took[unit][0] for unit in span) + over for span in spans]
         backward = [
             sum(took[unit][1] for unit in span) + over + span.count(1) * (more[i % ranks] or 0.0)
@@ -255,8 +245,8 @@ class Layers:
             microbatches=count,
             order=order,
         )
-        step = step_of(one, axes, machine, layout, training, 0.0)[2].step
-        rate = count * layout.batches / (step * math.prod(mesh.values()))
+        step = step_of(one, costs, 0.0)[2].step
+        rate = count * batches / (step * math.prod(mesh.values()))
         return self._screened(mesh, order, rate, None not in more)
 
     def _screened(self, mesh: AxisSizes, order: StageOrder, rate: float, fits: bool) -> Screened:

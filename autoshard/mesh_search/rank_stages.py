@@ -63,16 +63,6 @@ def cut_units(
     return [units[a:b] for a, b in pairwise([0, *found.cuts, len(units)])]
 
 
-def of_ranks(stages: Sequence[Profile], ranks: int) -> list[Profile]:
-    """The profile of each rank; one object for all that have the same stages."""
-    known: dict[tuple[int, ...], Profile] = {}
-    keys = [tuple(map(id, stages[rank::ranks])) for rank in range(ranks)]
-    for rank, key in enumerate(keys):
-        if key not in known:
-            known[key] = joined(stages[rank::ranks])
-    return [known[key] for key in keys]
-
-
 def joined(parts: Sequence[Profile]) -> Profile:
     """The profile of all stages of a rank, one after the other."""
     if len(parts) == 1:

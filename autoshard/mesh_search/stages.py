@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from torch import fx
 
 from autoshard.building import Planned
-from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, of_ranks, stage_footprint
+from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, stage_footprint
 from autoshard.planning import Recomputation, cheap_places, crossing, is_loss, places
 from autoshard.planning.cost import Cluster, Link, Machine
 from autoshard.planning.estimate import (
@@ -73,8 +74,7 @@ class PipelinePrice:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled:
-    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages; of
-    ranks with the same ones, one object.
+    """Stages at work, but for what data-parallel axes add. parts: of each rank, all its stages.
     sent: bytes and messages, of a micro-batch, to the next stage. chosen: what ranks compute again
     in a step, of all their micro-batches."""
 
@@ -88,30 +88,58 @@ class Scheduled:
     chosen: Mapping[int, Recomputation] = field(default_factory=dict)
 
 
+class RankCost(NamedTuple):
+    """A rank's memory, what it sends but to other stages, the seconds of what data-parallel axes
+    add, and of the optimizer."""
+
+    memory: Footprint
+    sent: dict[str, Traffic]
+    data: float
+    update: float
+
+
+class RankCosts:
+    """What ranks of a pipeline cost on one mesh, asked once for those with the same weights.
+    ranks: of each axis but pp."""
+
+    def __init__(
+        self,
+        ranks: Mapping[str, int],
+        machine: Machine,
+        layout: Layout,
+        training: Training,
+        microbatches: int,
+    ) -> None:
+        self.given, self.machine = (layout, training), machine
+        self.ranks, self.microbatches = ranks, microbatches
+        self._known: dict[tuple[int, int], tuple[Profile, RankCost]] = {}
+
+    def of(self, part: Profile) -> RankCost:
+        """The costs of a rank with all its stages."""
+        key, links = (id(part.weights), id(part.sent)), self.machine.real_links
+        if key not in self._known:
+            groups = buckets(part.weights, self.given[0])
+            data = [one for each in groups for one in data_collectives(each, *self.given)]
+            often = [(data, 1), (part.sent, self.microbatches)]
+            cost = RankCost(
+                stage_footprint(part, *self.given),
+                sent_by_axis(((one, n) for each, n in often for one in each), self.ranks, links),
+                sum(seconds(one, self.ranks, links) for one in data),
+                update_seconds(part, *self.given, self.machine),
+            )
+            self._known[key] = part, cost  # which holds on to what the key is of
+        cost, held = self._known[key][1], part.activations
+        memory = replace(cost.memory, activations=held.saved + held.transient)
+        return cost._replace(memory=memory)
+
+
 def step_of(
-    one: Scheduled,
-    ranks: Mapping[str, int],
-    machine: Machine,
-    layout: Layout,
-    training: Training,
-    compute: float,
+    one: Scheduled, costs: RankCosts, compute: float
 ) -> tuple[Profile, Footprint, Timing, PipelinePrice]:
     """The largest stage, the memory of the ranks, and a step, with what data-parallel axes add.
-    ranks: of each axis but pp. compute: seconds of a rank's own, without waits."""
-    links, stages, microbatches = machine.real_links, len(one.parts), one.microbatches
-    alike: dict[int, tuple[Footprint, dict[str, Traffic], float, float]] = {}
-    for part in one.parts:
-        if id(part) not in alike:
-            groups = buckets(part.weights, layout)
-            data = [(each, 1) for g in groups for each in data_collectives(g, layout, training)]
-            waited = [(each, microbatches) for each in part.sent]
-            alike[id(part)] = (
-                stage_footprint(part, layout, training),
-                sent_by_axis([*data, *waited], ranks, links),
-                sum(seconds(each, ranks, links) for each, _ in data),
-                update_seconds(part, layout, training, machine),
-            )
-    memory, sends, data_seconds, updates = zip(*(alike[id(part)] for part in one.parts))
+    compute: seconds of a rank's own, without waits."""
+    links, stages, microbatches = costs.machine.real_links, len(one.parts), one.microbatches
+    memory, sends, data_seconds, updates = zip(*map(costs.of, one.parts))
     rank_sends = []
     pairs = list(zip([(0, 0), *one.sent], [*one.sent, (0, 0)]))
     for rank, own in enumerate(sends):
@@ -121,11 +149,8 @@ def step_of(
         nbytes, messages = map(sum, zip(*over))
         found["pp"] = Traffic(microbatches * nbytes, microbatches * took, microbatches * messages)
         rank_sends.append(found)
-    busy, data_time, update = (
-        one.times.seconds * (1 - one.times.idle),
-        max(data_seconds),
-        max(updates),
-    )
+    busy, data_time = one.times.seconds * (1 - one.times.idle), max(data_seconds)
+    update = max(updates)
     axes = dict.fromkeys(axis for each in rank_sends for axis in each)
     most = {
         axis: max((r[axis] for r in rank_sends if axis in r), key=lambda t: t.nbytes)
@@ -200,14 +225,12 @@ class GraphStages:
         one = self._scheduled[key]
         if one is None:
             return None
-        layout = replace(layout, staged=True)
+        axes, machine = {**self.ranks, **layout.ranks}, self.machine.on(mesh)
+        given = (axes, machine, replace(layout, staged=True), training, microbatches)
+        costs = RankCosts(*given)
         if self.choices is not None:
-            one = self._within(
-                one, [stage_footprint(part, layout, training) for part in one.parts], limit
-            )
-        compute = microbatches * self.whole.compute / mesh["pp"]
-        machine = self.machine.on(mesh)
-        return step_of(one, {**self.ranks, **layout.ranks}, machine, layout, training, compute)
+            one = self._within(one, [costs.of(part).memory for part in one.parts], limit)
+        return step_of(one, costs, microbatches * self.whole.compute / mesh["pp"])
 
     @cached_property
     def crossing(self) -> list[tuple[int, int]]:
@@ -284,7 +307,7 @@ class GraphStages:
             for part, (a, b), after in zip(parts, spans, [*over, 0.0])
         ]
         return Scheduled(
-            parts=of_ranks(parts, ranks),
+            parts=[joined(parts[rank::ranks]) for rank in range(ranks)],
             sent=tuple(self.crossing[cut] for cut in cuts),
             seconds=tuple(zip(forward, backward)),
             times=self.takes(order, microbatches, forward, backward),

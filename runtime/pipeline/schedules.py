@@ -45,8 +45,8 @@ class ScheduleShape(NamedTuple):
 
 def gpipe(rank: int, shape: ScheduleShape) -> list[Action]:
     """All forwards, then all backwards; of several stages a rank in the order of `interleaved`."""
-    numbers = range(shape.microbatches * shape.chunks)
-    return [_numbered(work, i, shape) for work in ("F", "B") for i in numbers]  # type: ignore[arg-type]
+    numbers, group = range(shape.microbatches * shape.chunks), shape.microbatches // rounds(shape)
+    return [_numbered(work, i, group, shape.chunks) for work in ("F", "B") for i in numbers]  # type: ignore[arg-type]
 
 
 def one_forward_one_backward(rank: int, shape: ScheduleShape) -> list[Action]:
@@ -67,18 +67,16 @@ def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
     ranks, count, chunks = shape
     group = count // rounds(shape)
     ahead = min((chunks - 1) * group + 2 * (ranks - rank - 1), count * chunks)
-    actions = [_numbered("F", i, shape) for i in range(ahead)]
+    actions = [_numbered("F", i, group, chunks) for i in range(ahead)]
     for i in range(count * chunks):
         if ahead + i < count * chunks:
-            actions.append(_numbered("F", ahead + i, shape))
-        actions.append(_numbered("B", i, shape))
+            actions.append(_numbered("F", ahead + i, group, chunks))
+        actions.append(_numbered("B", i, group, chunks))
     return actions
 
 
-def _numbered(work: ActionKind, i: int, shape: ScheduleShape) -> Action:
-    """The i-th forward or backward of a rank whose stages take turns on groups."""
-    _, count, chunks = shape
-    group = count // rounds(shape)
+def _numbered(work: ActionKind, i: int, group: int, chunks: int) -> Action:
+    """The i-th forward or backward of a rank whose stages take turns on groups of so many."""
     chunk = i // group % chunks
     number = i // (group * chunks) * group + i % group
     return Action(work, number, chunk if work == "F" else chunks - 1 - chunk)
@@ -163,23 +161,22 @@ def timeline(
     half of a backward takes half of it."""
     shape = ScheduleShape(len(forward) // chunks, microbatches, chunks)
     orders = [SCHEDULES[schedule](rank, shape) for rank in range(shape.ranks)]
-    done: dict[tuple[int, ActionKind, int], float] = {}
+    done: dict[tuple[int, ActionKind, int] | None, float] = {None: 0.0}
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     while any(len(span) < len(order) for span, order in zip(spans, orders)):
         for rank, order in enumerate(orders):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
-                stage = action.chunk * shape.ranks + rank
-                after = _needs(stage, len(forward), action)
-                if any(each not in done for each in after):
+            own, end = spans[rank], spans[rank][-1][1] if spans[rank] else 0.0
+            while len(own) < len(order):
+                work, number, chunk = action = order[len(own)]
+                stage = chunk * shape.ranks + rank
+                begin = done.get(_needs(stage, len(forward), action))
+                if begin is None:
                     break
-                begin = max([done[each] for each in after], default=0.0)
-                begin = max(begin, spans[rank][-1][1] if spans[rank] else 0.0)
-                part = 1 if action.work == "B" else 0.5
-                cost = forward[stage] if action.work == "F" else part * backward[stage]
-                spans[rank].append((begin, begin + cost))
-                given = "B" if action.work == "I" else action.work
-                done[stage, given, action.microbatch] = begin + cost
+                begin = max(begin, end)
+                part = 1 if work == "B" else 0.5
+                end = begin + (forward[stage] if work == "F" else part * backward[stage])
+                own.append((begin, end))
+                done[stage, "B" if work == "I" else work, number] = end
     seconds = max(span[-1][1] for span in spans)
     busy = sum(end - begin for span in spans for begin, end in span)
     return Timeline(spans, seconds, 1 - busy / (seconds * shape.ranks) if seconds else 0.0)
@@ -232,14 +229,14 @@ def duration(
     return Duration(seconds, idle)
 
 
-def _needs(stage: int, stages: int, action: Action) -> list[tuple[int, ActionKind, int]]:
+def _needs(stage: int, stages: int, action: Action) -> tuple[int, ActionKind, int] | None:
     """What must be done before an action besides the rank's own actions before it."""
     k = action.microbatch
     if action.work == "F":
-        return [(stage - 1, "F", k)] if stage else []
+        return (stage - 1, "F", k) if stage else None
     if action.work == "W":
-        return [(stage, "B", k)]
-    return [(stage + 1, "B", k)] if stage + 1 < stages else [(stage, "F", k)]
+        return stage, "B", k
+    return (stage + 1, "B", k) if stage + 1 < stages else (stage, "F", k)
 
 
 def picture(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> str:
