@@ -124,6 +124,10 @@ VALUE = "autoshard_value"
 HOST = "autoshard_host"
 """bool: a value that the plan keeps in the host's memory for backward. `set_fate`; keep_on_host."""
 
+COPY = "autoshard_copy"
+"""int: the number of the operator in the graph that AOTAutograd traces the short form of; gone when
+the joint graph is whole. compiling.repeats; compiling.repeats."""
+
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""
 

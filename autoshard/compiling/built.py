@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.compiling.inductor_order import hold_order
+from autoshard.compiling.repeats import traced
 from autoshard.config import Config
 from autoshard.passes import (
     SILENT,
@@ -126,7 +127,9 @@ class Built:
     @cached_property
     def joint(self) -> ForwardBackward:
         """The forward and backward ATen graphs AOTAutograd makes of `graph_module`."""
-        return self._bucketed(forward_backward(*self._on_cpu(), after_cut))
+        gm, fakes = self._on_cpu()
+        made = traced(gm, lambda short: forward_backward(gm, fakes, after_cut, short=short))
+        return self._bucketed(made)
 
     @cached_property
     def running(self) -> ForwardBackward:
@@ -139,7 +142,8 @@ class Built:
     def choices(self) -> Callable[[Recomputation], ForwardBackward]:
         """What makes `running` of a choice of what is recomputed, AOTAutograd run once for all."""
         joints: list[JointGraph] = []
-        forward_backward(*self._on_cpu(), after_cut, joints)
+        gm, fakes = self._on_cpu()
+        traced(gm, lambda short: forward_backward(gm, fakes, after_cut, joints, short))
 
         def split(chosen: Recomputation) -> ForwardBackward:
             made = joints[0].split(lambda node: set_fate(node, chosen))

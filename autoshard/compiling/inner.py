@@ -26,6 +26,7 @@ from autoshard.compiling.debugging import EQUAL_LAYERS, doing
 from autoshard.compiling.debugging import settings as variables
 from autoshard.compiling.inductor_order import hold_order
 from autoshard.compiling.regions import parts_of
+from autoshard.compiling.repeats import traced
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.planning import Plan
@@ -65,11 +66,16 @@ def compile_local(
         importlib.import_module("torch_tensorrt")  # registers its backend
         return compat.registered_backend("torch_tensorrt")(gm, fakes, options=_TENSORRT)
     if inner == "aot_eager":
-        return aot_eager(gm, fakes, passes.after_cut, finish, takes_list)
+        return _traced(
+            gm,
+            lambda short: aot_eager(gm, fakes, passes.after_cut, finish, takes_list, short),
+        )
     shared, left_out = compiles(), variables().left_out
-    with AHEAD.kernels():
+    gm = for_any_rank(gm)
+
+    def compiled(short: compat.Short | None) -> Callable[..., Any]:
         return inductor_compile(
-            for_any_rank(gm),
+            gm,
             fakes,
             passes.after_cut,
             finish,
@@ -81,7 +87,16 @@ def compile_local(
             once=functools.partial(AHEAD.once, shared),
             regions=None if EQUAL_LAYERS in left_out else parts_of,
             doing=functools.partial(doing, begins=True),
+            short=short,
         )
+
+    with AHEAD.kernels():
+        return _traced(gm, compiled)
+
+
+def _traced(gm: fx.GraphModule, trace: Callable[[compat.Short | None], Any]) -> Callable[..., Any]:
+    """A compiled graph, traced short where it may be: the graph of a training step."""
+    return traced(gm, trace) if torch.is_grad_enabled() else trace(None)
 
 
 def made_ahead(inputs: list[compat.GraphInput], mesh: Mesh, config: Config, device: str) -> Config:

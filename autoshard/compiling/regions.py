@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.compiling.glue import symbols
-from autoshard.compiling.stretches import PartsInOrder, described, label
+from autoshard.compiling.stretches import PartsInOrder, described, label, symbols
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, module_path, waits_of
 
 WORTH = 0.7

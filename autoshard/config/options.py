@@ -200,7 +200,8 @@ class Config:
         "`autoshard.offload_optimizer`, which keeps them there (memory.md).",
     )
     bucket_bytes: int | None = _bytes(
-        "Size of a bucket of collectives; None: 40 million elements, or an eighth of the model."
+        "Size of a bucket of collectives; None: 40 million elements, or a million a rank where "
+        "that is more, but at most an eighth of the model."
     )
     outputs: str = _choice(
         "lazy",

@@ -31,6 +31,20 @@ Doing = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Around a piece of work, which it names to who waits."""
 
 
+class Unequal(Exception):
+    """Of a `Short` graph: its joint graph does not say what that of the long one is."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """A graph that is traced in the place of a longer one. grow: makes of its joint graph, in
+    place, that of the longer one, or raises `Unequal`. key: what the two differ by, for caches."""
+
+    module: fx.GraphModule
+    grow: Callable[[fx.Graph], None]
+    key: str
+
+
 def taking_a_list(gm: fx.GraphModule) -> Any:
     """What to give AOTAutograd in the place of a graph, so that the compiled function takes a list,
     which it clears: each input is freed after its last use, if nobody else has it."""
@@ -65,13 +79,16 @@ def aot_eager(
     cut: AfterCut,
     finish: Finish | None = None,
     takes_list: bool = False,
+    short: Short | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd's forward and backward graphs, run operator by operator.
 
-    takes_list: see `taking_a_list`.
+    takes_list: see `taking_a_list`. short: is traced in the place of `gm`.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+
+    given = gm if short is None else short.module
 
     def compiler(backward: bool) -> Callable[..., Any]:
         def compile_graph(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -84,9 +101,10 @@ def aot_eager(
     return aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),
-        partition_fn=functools.partial(_partition, cut),
+        inference_compiler=compiler(False) if short is None else not_cut,
+        partition_fn=functools.partial(_partition, cut, short),
         keep_inference_input_mutations=True,
-    )(taking_a_list(gm) if takes_list else gm, fakes)
+    )(taking_a_list(given) if takes_list else given, fakes)
 
 
 @dataclass(frozen=True)
@@ -124,29 +142,39 @@ class JointGraph:
 
 
 def forward_backward(
-    gm: fx.GraphModule, fakes: Sequence[Any], cut: AfterCut, joints: list[JointGraph] | None = None
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    cut: AfterCut,
+    joints: list[JointGraph] | None = None,
+    short: Short | None = None,
 ) -> ForwardBackward:
     """The graphs that AOTAutograd and its min-cut partitioner make of `gm`; nothing runs.
 
     fakes: one a placeholder, all of one fake mode; requires_grad says what is differentiated.
-    joints: gets the graph they were, where something needs a gradient.
+    joints: gets the graph they were, where something needs a gradient. short: is traced in the
+    place of `gm`.
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
     found: list[ForwardBackward] = []
 
     def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+        if short is not None:
+            short.grow(joint.graph)
         if joints is not None:
             joints[:] = [JointGraph(_copied(joint), cut, options)]
         found.append(_split(cut, joint, args, options))
         return found[-1].forward, found[-1].backward
 
     def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if not found and short is not None:
+            raise Unequal
         if not found:
             found.append(ForwardBackward(gm, None, ()))
         return to_be_read
 
-    trace = functools.partial(aot_module_simplified, gm, list(fakes), partition_fn=partition)
+    given = gm if short is None else short.module
+    trace = functools.partial(aot_module_simplified, given, list(fakes), partition_fn=partition)
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         # on meta tensors only, and the graph has its backward
         warnings.filterwarnings("ignore", message="aten::nll_loss")
@@ -170,19 +198,23 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 def _split(
     cut: AfterCut, joint: fx.GraphModule, args: Any, options: dict[str, Any]
 ) -> ForwardBackward:
-    forward, backward = _partition(cut, joint, args, **options)
+    forward, backward = _partition(cut, None, joint, args, **options)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = output.args[0][options["num_fwd_outputs"] :]
     saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
     return ForwardBackward(forward, backward, tuple(dict.fromkeys(saved)))
 
 
-def _partition(cut: AfterCut, joint: fx.GraphModule, args: Any, **options: Any) -> Any:
+def _partition(
+    cut: AfterCut, short: Short | None, joint: fx.GraphModule, args: Any, **options: Any
+) -> Any:
     """The min-cut partitioner, transpositions under the name by which it knows that a view costs
     nothing (Inductor's decompositions give them that name too): it would keep the transposed view
     of a gathered weight, and so the whole weight, from forward to backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    if short is not None:
+        short.grow(joint.graph)
     for node in joint.graph.find_nodes(op="call_function", target=_transpose):
         dims = list(range(node.meta["val"].dim()))
         a, b = node.args[1:3]
@@ -194,6 +226,11 @@ def _partition(cut: AfterCut, joint: fx.GraphModule, args: Any, **options: Any) 
 
 
 _transpose = torch.ops.aten.transpose.int
+
+
+def not_cut(*args: Any) -> Any:
+    """In the place of a compiler of graphs without gradients, of which there is no joint graph."""
+    raise Unequal
 
 
 def to_be_read(*args: Any) -> Any:

@@ -12,7 +12,15 @@ import torch
 from torch import fx
 from torch.utils._ordered_set import OrderedSet
 
-from autoshard.runtime.compat.aot import AfterCut, CutGraph, Doing, Finish, taking_a_list
+from autoshard.runtime.compat.aot import (
+    AfterCut,
+    CutGraph,
+    Doing,
+    Finish,
+    Short,
+    not_cut,
+    taking_a_list,
+)
 from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
@@ -40,6 +48,7 @@ def inductor_compile(
     once: Once | None = None,
     regions: CutGraph | None = None,
     doing: Doing = contextlib.nullcontext,
+    short: Short | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd and Inductor.
 
@@ -48,6 +57,7 @@ def inductor_compile(
     last call, for CUDA graphs; None: what Dynamo has said of the graph. takes_list: see
     `taking_a_list`. once: entered around a compilation that other hosts may share. regions: the
     parts of a graph, of which equal ones are compiled once. doing: entered around each compilation.
+    short: is traced in the place of `gm`.
     """
     probe_compilers()
     from torch._inductor import config
@@ -56,8 +66,11 @@ def inductor_compile(
     from autoshard.runtime.compat.inductor_regions import in_regions
 
     moving: set[str] = set()
+    grown: list[bool] = []
 
     def inner_compile(graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        if short is not None and not grown:
+            not_cut()
         backward = bool(options.get("is_backward"))
         work = f"compile {'backward' if backward else 'forward'}"
         if fixed is not None and backward:
@@ -82,10 +95,12 @@ def inductor_compile(
     add_decompositions()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
+    digest = f"{digest}{short and short.key}"
     keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
-    with config.patch(**cached, **partitioner(gm, cut)):
-        given = taking_a_list(gm) if takes_list else gm
+    with config.patch(**cached, **partitioner(gm, cut), **_growing(short, grown)):
+        given: Any = gm if short is None else short.module
+        given = taking_a_list(given) if takes_list else given
         compiled: Any = compile_fx(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
         )
@@ -201,6 +216,36 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
             tags.append(f"{node.name} {tag}")
     key = hashlib.sha256("\n".join(tags).encode()).hexdigest()
     return {name: key for name in sorted(functions)}
+
+
+def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
+    """Inductor's settings for a graph that is traced as a short one, with its first pass over the
+    joint graph: what grows that, before the passes that are set there. grown: gets an entry then.
+
+    Only a class with a `uuid` lets Inductor cache what it compiles.
+    """
+    if short is None:
+        return {}
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    grow = short.grow
+    theirs: Any = config.joint_custom_pre_pass
+    passes = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
+
+    class Grow(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            grow(graph)
+            grown.append(True)
+            for each in passes:
+                each(graph)
+
+        def uuid(self) -> Any:
+            keys = [each.uuid() for each in passes if isinstance(each, CustomGraphPass)]
+            known = len(keys) == len(passes) and None not in keys
+            return (get_hash_for_files((__file__,)), *keys) if known else None
+
+    return {"joint_custom_pre_pass": Grow()}
 
 
 def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:

@@ -30,6 +30,16 @@ def explicit_modes(grad: bool) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def fake_kernels(mode: FakeTensorMode) -> Iterator[None]:
+    """Operators computed on fakes as in a trace, whose dispatcher is private: without it a linear
+    of symbolic sizes is torch 2.11's C++ one, which asks how many elements there are."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
 def autocast_is_on() -> bool:
     """Whether any device's autocast is enabled; Dynamo guards on it."""
     return bool(torch._C._is_any_autocast_enabled())
@@ -204,3 +214,15 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors of one storage share, those without elements too; while it lives."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
+
+def fake_in(fake: Any, other: torch.Tensor | None) -> FakeTensor:
+    """A fake like one, in the memory of another or in its own. By the parts of a fake: an operator
+    under a fake mode takes ten times as long."""
+    place = fake if other is None else other
+    storage: Any = place.untyped_storage()
+    if other is None:
+        storage = torch.UntypedStorage(storage.nbytes(), device="meta")
+    meta = torch.empty(0, dtype=fake.dtype, device="meta")
+    meta.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
+    return FakeTensor(fake.fake_mode, meta, fake.device)

@@ -43,6 +43,7 @@ torch._C._set_grad_enabled
 torch._C._will_engine_execute_node
 torch._decomp.decompositions.one_layer_lstm
 torch._decomp.decompositions.select_one_layer_lstm_function
+torch._dispatch.python.enable_python_dispatcher
 torch._dynamo.OptimizedModule
 torch._dynamo.config.allow_rnn
 torch._dynamo.eval_frame._TorchDynamoContext

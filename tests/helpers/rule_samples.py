@@ -203,7 +203,7 @@ def views() -> Iterator[Sample]:
     yield Sample("aten.permute", (f(4, 6, 8), [2, 0, -2]))
     yield Sample("aten.movedim.int", (f(4, 6, 8), 0, -1))
     yield Sample("aten.movedim.intlist", (f(4, 6, 8), [2, 0], [0, 1]))
-    yield Sample("aten.select", (f(4, 6, 8), 1, 2))
+    yield Sample("aten.select.int", (f(4, 6, 8), 1, 2))
     yield Sample("aten.unbind", (f(4, 3, 8), 1))
     yield Sample("aten.slice.Tensor", (f(4, 6, 8), 1, 1, 4))
     yield Sample("aten.slice.Tensor", (f(4, 6), 0, 0, 2**63 - 1))

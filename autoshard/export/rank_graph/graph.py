@@ -22,6 +22,7 @@ from torch import fx
 from autoshard.export.errors import export_error
 from autoshard.export.spec import EngineSpec, Extent
 from autoshard.runtime.collectives import Axis, State
+from autoshard.runtime.compat import fake_kernels
 from autoshard.runtime.graph_meta import HELD, ROLE, WEIGHT
 
 
@@ -168,7 +169,7 @@ def valued_call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Nod
     args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda n: n.meta["val"])
     near = (*made.all_input_nodes, made.prev, made.next)  # a constant reads nothing
     tensor = next(n.meta["val"] for n in near if hasattr(n.meta.get("val"), "fake_mode"))
-    with tensor.fake_mode, torch.no_grad():
+    with fake_kernels(tensor.fake_mode):
         made.meta["val"] = target(*args, **kwargs)
     return made
 

@@ -82,7 +82,7 @@ class DropUnread(Pass):
 def propagate(graph: fx.Graph) -> None:
     """Compute `meta["val"]` of every node that has none, or that reads one whose shape changed."""
     changed: set[fx.Node] = set()
-    with fake_mode_of(graph), torch.no_grad():
+    with compat.fake_kernels(fake_mode_of(graph)):
         for node in graph.nodes:
             if node.op != "call_function":
                 continue

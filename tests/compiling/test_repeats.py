@@ -1,0 +1,231 @@
+"""The joint graph of five of a graph's equal layers, grown, is that of the graph, node for node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autoshard.compiling.repeats import _is_backward, shortened, tensors_of, traced
+from autoshard.compiling.stretches import described
+from autoshard.program import Program
+from autoshard.runtime.compat import Short, Unequal, forward_backward, storage_key
+from autoshard.runtime.parameters import ACCUMULATE
+from model_case import Batch, seq2seq, tokens
+from models_hf import DECODER, hf, llama
+from traced import builder
+
+DEEP = 8
+
+
+class Layer(nn.Module):
+    """A gated feed-forward with a norm, and a residual."""
+
+    def __init__(self, width: int = 8, other: bool = False) -> None:
+        super().__init__()
+        self.gate = torch.tanh if other else torch.sigmoid
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        return x + self.down(y * self.gate(y)) * 0.5
+
+
+class Stack(nn.Module):
+    """Layers that read each other and, where asked, one value in front of all; the loss.
+
+    kept: the number of a layer whose value the loss reads too.
+    """
+
+    def __init__(
+        self,
+        layers: int = DEEP,
+        kept: int | None = None,
+        other: int | None = None,
+        front: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(other=i == other) for i in range(layers)])
+        self.front = nn.Linear(8, 8) if front else None
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.front is None else self.front(x)
+        values = []
+        for layer in self.layers:
+            x = layer(x) if bias is None else layer(x + bias)
+            values.append(x)
+        return x.square().mean() if self.kept is None else (x * values[self.kept]).mean()
+
+
+def loss_of(model: nn.Module) -> nn.Module:
+    """A Hugging Face model as a function to its loss."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model.train()
+            model.loss_type = "ForCausalLM"  # GPT-2's is None, with a warning that breaks the graph
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+    return Loss()
+
+
+def checkpointed() -> nn.Module:
+    model: Any = llama(num_hidden_layers=DEEP)()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+GPT2 = {"n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 128}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "llama": (llama(num_hidden_layers=DEEP), tokens),
+    "checkpointed": (checkpointed, tokens),
+    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **GPT2), tokens),
+    "t5": (hf("T5ForConditionalGeneration", "T5Config", num_layers=DEEP, **T5), seq2seq),
+    "mixtral": (
+        hf(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **DECODER | {"num_hidden_layers": DEEP},
+            num_key_value_heads=2,
+            num_local_experts=4,
+        ),
+        tokens,
+    ),
+}
+
+
+@functools.cache
+def built(name: str) -> Callable[..., Program]:
+    model, batch = MODELS[name]
+    return builder(loss_of(model()), (), batch(0))
+
+
+@functools.cache
+def stacked(**options: Any) -> Callable[..., Program]:
+    return builder(Stack(**options), (torch.ones(4, 6, 8),))
+
+
+def joint_of(program: Program, short: Short | None = None) -> fx.Graph:
+    joints: list[Any] = []
+    forward_backward(*program._on_cpu(), lambda *graphs: None, joints, short)
+    graph: fx.Graph = joints[0].module.graph
+    return graph
+
+
+TOLD = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "custom")
+TOLD += ("fwd_source_fn_stack", "recompute", "ac_graph_id", "partitioner_tag", "original_aten")
+
+
+def assert_equal(whole: fx.Graph, grown: fx.Graph) -> None:
+    """Operators, arguments, metadata, and which values are in one memory."""
+    assert len(whole.nodes) == len(grown.nodes)
+    same: dict[fx.Node, fx.Node] = {}
+    memory: dict[int, int] = {}
+    forwards = [
+        {n.meta["seq_nr"] for n in graph.nodes if "seq_nr" in n.meta and not _is_backward(n)}
+        for graph in (whole, grown)
+    ]
+    numbers = set()
+    for one, other in zip(whole.nodes, grown.nodes):
+        same[one] = other
+        given = fx.node.map_arg((one.args, dict(one.kwargs)), same.__getitem__)
+        assert given == (other.args, dict(other.kwargs)), (one, other)
+        assert one.op == other.op and one.meta.keys() == other.meta.keys(), (one, other)
+        assert one.op in ("placeholder", "output") or one.target == other.target, (one, other)
+        assert described(one.meta.get("val"), True) == described(other.meta.get("val"), True)
+        for key in TOLD:
+            assert str(one.meta.get(key)) == str(other.meta.get(key)), (key, one, other)
+        if "seq_nr" in one.meta:  # sums of gradients are of no operator of forward's
+            pair = [node.meta["seq_nr"] for node in (one, other)]
+            ours = [number in known for number, known in zip(pair, forwards)]
+            assert ours[0] == ours[1], (one, other)
+            numbers |= {pair[0] - pair[1]} if ours[0] else set()
+        for mine, theirs in zip(tensors_of(one), tensors_of(other), strict=True):
+            assert mine is not theirs and mine.requires_grad == theirs.requires_grad
+            assert mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+            key, found = storage_key(mine), storage_key(theirs)
+            assert memory.setdefault(key, found) == found, (one, other)
+    assert len(set(memory.values())) == len(memory) and len(numbers) <= 1
+
+
+def check(program: Program) -> None:
+    """Compare, where it is short at all."""
+    gm, _ = program._on_cpu()
+    short = shortened(gm)
+    assert short is not None and len(short.module.graph.nodes) < 0.9 * len(gm.graph.nodes)
+    assert_equal(joint_of(program), joint_of(program, short))
+
+
+MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_layers_that_read_one_value(mesh: dict[str, int]) -> None:
+    """Its gradient is summed up from layer to layer."""
+    check(stacked(front=True)(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, mesh: dict[str, int]) -> None:
+    check(built(name)(mesh))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layers": 6}, {"kept": 3}, {"other": 3}],
+    ids=["few", "a value that is read behind the next layer", "unequal"],
+)
+def test_traced_whole(options: dict[str, int]) -> None:
+    assert shortened(stacked(**options)({"tp": 2})._on_cpu()[0]) is None
+
+
+def test_gradients_that_are_accumulated_in_inputs_are_traced_whole() -> None:
+    program = stacked(front=True)({"dp_shard": 2}, microbatch=ACCUMULATE, zero=1)
+    assert shortened(program.graph_module) is None
+
+
+def test_where_the_joint_graph_is_not_that_of_equal_layers() -> None:
+    gm, _ = stacked(front=True)({"tp": 2})._on_cpu()
+    joint = fx.Graph()
+    joint.output((joint.placeholder("primals_1"),))
+    asked: list[Short | None] = []
+
+    def trace(short: Short | None) -> str:
+        asked.append(short)
+        if short is not None:
+            short.grow(joint)
+        return "whole"
+
+    assert traced(gm, trace) == "whole" and len(asked) == 2 and asked[1] is None
+
+
+def test_graphs_without_gradients_are_traced_whole() -> None:
+    gm, fakes = stacked(front=True)({"tp": 2})._on_cpu()
+    short = shortened(gm)
+    frozen = [fake.detach() for fake in fakes]
+    with pytest.raises(Unequal):
+        forward_backward(gm, frozen, lambda *graphs: None, short=short)
+
+
+def test_caches_know_how_many_layers_there_are() -> None:
+    keys = []
+    for layers in (DEEP, DEEP + 1):
+        short = shortened(stacked(front=True, layers=layers)({"tp": 2})._on_cpu()[0])
+        assert short is not None
+        keys.append(short.key)
+    assert keys[0] != keys[1]
