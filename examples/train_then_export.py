@@ -110,7 +110,6 @@ def main(out: Path) -> None:
     answer = generated(model)
     say(f"{PROMPT}[{answer}]")
     dist.barrier()
-    dist.destroy_process_group()  # its threads end before Python does
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import restarts
+from autoshard.runtime.agreement import Background, restarts
 
 T = TypeVar("T")
 
@@ -213,8 +213,7 @@ class Together(Generic[T]):
         self._found: list[T] = []
         self._error: BaseException | None = None
         link.begin()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = Background("update", self._run)
 
     @property
     def done(self) -> bool:
@@ -237,7 +236,7 @@ class Together(Generic[T]):
             raise self._error
         return self._found[0]
 
-    def _run(self) -> None:
+    def _run(self, _: threading.Event) -> None:
         try:
             self._found.append(self._work())
             self._link.gather("all has arrived")

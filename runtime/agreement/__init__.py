@@ -27,6 +27,7 @@ from autoshard.runtime.agreement.regions import (
     users_line,
 )
 from autoshard.runtime.agreement.store_exchange import SAME
+from autoshard.runtime.agreement.threads import Background
 from autoshard.runtime.agreement.worlds import (
     compare_every,
     limit_group,

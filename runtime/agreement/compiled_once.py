@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from autoshard.runtime import compat
 from autoshard.runtime.agreement.store_exchange import StoreExchange
-from autoshard.runtime.agreement.threads import StoreLost, within
+from autoshard.runtime.agreement.threads import Background, StoreLost, within
 from autoshard.runtime.agreement.worlds import current_exchange
 from autoshard.runtime.errors import ConfigError
 from autoshard.runtime.files import own_bytes, read_json
@@ -145,19 +145,17 @@ class Compiles:
     @contextlib.contextmanager
     def _beating(self, key: str) -> Iterator[None]:
         """Signs of life meanwhile."""
-        over = threading.Event()
 
-        def beat() -> None:
+        def beat(over: threading.Event) -> None:
             with contextlib.suppress(StoreLost, dist.DistError):
                 while not over.wait(BEAT):
                     self._ask("add", f"{key}/beat", 1)
 
-        thread = threading.Thread(target=beat, name="autoshard-compiles", daemon=True)
-        thread.start()
+        thread = Background("compiles", beat)
         try:
             yield
         finally:
-            over.set()
+            thread.over.set()
             thread.join(_ANSWER)
 
     def _ask(self, request: str, *given: Any) -> Any:

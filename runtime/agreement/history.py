@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+
+from autoshard.runtime.agreement.threads import Background
 
 EVERY = 256  # calls between two comparisons, in the long run
 TRAINING = 8  # calls after a backward that are all compared, where they train
@@ -124,7 +125,7 @@ class CountedRegions:
         self._changes += 1
         if not self._started:
             self._started = True
-            threading.Thread(target=self._watch, name="autoshard-progress", daemon=True).start()
+            Background("progress", self._watch)
 
     def undo(self, groups: Sequence[str]) -> None:
         """Take back a region that failed by itself, before the others would meet it there."""
@@ -132,10 +133,9 @@ class CountedRegions:
             self.counts[name] -= 1
         self._changes += 1
 
-    def _watch(self) -> None:
+    def _watch(self, over: threading.Event) -> None:
         seen = -1
-        while True:
-            time.sleep(LOOK)
+        while not over.wait(LOOK):
             still, seen = seen == self._changes, self._changes
             if still and not self._tell():
                 return

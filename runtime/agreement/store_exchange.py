@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from autoshard.runtime.agreement.history import EVERY, History, also, name_of
-from autoshard.runtime.agreement.threads import Process
+from autoshard.runtime.agreement.threads import Background, Process
 from autoshard.runtime.agreement.whereabouts import (
     FEW,
     RAISED,
@@ -232,14 +232,14 @@ class StoreExchange(Whereabouts):
         self._last = one
         waiting, longest = self._waiting, min(2 * self.limit + 10, _LONGEST)
 
-        def work() -> None:
+        def work(_: threading.Event) -> None:
             try:
                 waiting.wait([one.end], timedelta(seconds=longest))
             except BaseException as error:  # raised in the thread of the exchange
                 one.error = error
             one.over.set()
 
-        threading.Thread(target=work, name="autoshard-waiting", daemon=True).start()
+        Background("waiting", work)
 
     def _stay(self, one: _Gathering, watches: bool, kept: _Kept) -> None:
         """Wait for the end, and look meanwhile for whoever keeps it from coming."""

@@ -8,12 +8,16 @@ that holds it: a host that is frozen would hold every rank that asks. So questio
 thread that is left behind where none comes.
 
 A rank that waits there for a process which was killed hears nothing of it: ranks of one host look.
+
+No thread is left in a call of torch when the process exits, for that would abort it: `Background`.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -24,7 +28,33 @@ from autoshard.runtime.errors import AutoshardError
 
 T = TypeVar("T")
 
+_LEAVE = 1.0  # seconds at most for which an exit waits for threads that are to end
 _HOLDER = "the process that holds it (rank 0, or torchrun's agent)"
+
+
+class Background(threading.Thread):
+    """Work beside the process's other threads, from now on. over: set when it is to end.
+
+    Where a thread returns from a call of torch while the interpreter ends, Python up to 3.13 ends
+    it in the midst of C++, which aborts the process ("terminate called without an active
+    exception") after all its work was done. So an exit waits for these threads, for a moment.
+    """
+
+    def __init__(self, name: str, work: Callable[[threading.Event], object]) -> None:
+        self.over = threading.Event()
+        super().__init__(target=work, args=(self.over,), name=f"autoshard-{name}", daemon=True)
+        self.start()
+
+
+@atexit.register
+def _end_background() -> None:
+    """After all that uses them at exit, which is registered later and runs before."""
+    left = [one for one in threading.enumerate() if isinstance(one, Background)]
+    for one in left:
+        one.over.set()
+    until = time.monotonic() + _LEAVE
+    for one in left:
+        one.join(max(0.0, until - time.monotonic()))
 
 
 class StoreLost(Exception):
@@ -37,15 +67,13 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     results: list[T] = []
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def work(_: threading.Event) -> None:
         try:
             results.append(call())
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="autoshard-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    Background("store", work).join(seconds)
     if errors and isinstance(errors[0], dist.DistError):
         reason = str(errors[0]).partition("\n")[0]
         raise StoreLost(f"is gone: {_HOLDER} has ended ({reason})") from None

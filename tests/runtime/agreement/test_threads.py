@@ -5,8 +5,11 @@ Slow: two that really run, in whatever order.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +41,40 @@ def in_threads(*jobs: Callable[[], Any]) -> list[str]:
     for thread in threads:
         thread.join()
     return said
+
+
+EXITS = """
+import contextlib, datetime, time
+import torch.distributed as dist
+from autoshard.runtime.agreement import history
+
+class Slow:
+    def __del__(self): time.sleep(0.5)
+
+def tell():
+    with contextlib.suppress(dist.DistError):
+        store.wait(["nobody sets it"], datetime.timedelta(seconds=0.2))
+    return True
+
+slow, history.LOOK = Slow(), 0.0
+store = dist.TCPStore("localhost", 0, is_master=True)
+history.CountedRegions(tell).enter(["ranks"], "a region")
+time.sleep(0.1)
+"""
+
+
+def test_a_process_exits_well_while_a_thread_of_it_asks_the_store() -> None:
+    """Python's end takes longer than the answer, which would come in its midst."""
+    done = subprocess.run([sys.executable, "-c", EXITS], stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_are_of_the_kind_that_an_exit_waits_for() -> None:
+    """But those that their caller joins, and one that calls nothing of torch."""
+    folders = [Path(__file__).parents[3] / name for name in ("runtime", "autoshard", "passes")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    starts = {path.name for path in files if "threading.Thread(" in path.read_text()}
+    assert starts == {"lockstep.py", "local_world.py"}
 
 
 def test_a_thread_keeps_its_turn_and_others_are_refused() -> None:
