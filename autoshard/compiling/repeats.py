@@ -41,7 +41,7 @@ _OF_ORIGIN = {"stack_trace", "torch_fn", "recompute", "ac_graph_id"} | _STACKS  
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Of a node of the joint graph: its layer, whether forward, backward or (None) an input that
     the layer alone reads, and which one among those."""
 
@@ -50,10 +50,10 @@ class Place(NamedTuple):
     offset: int
 
 
-_ELSEWHERE = Place(-1, None, 0)
+_ELSEWHERE = LayerPlace(-1, None, 0)
 
 
-class Run(NamedTuple):
+class EqualLayers(NamedTuple):
     """Equal layers, one after another. own: inputs that each alone reads, from layer 1 on."""
 
     layers: Sequence[Sequence[fx.Node]]
@@ -82,7 +82,7 @@ def shortened(gm: fx.GraphModule) -> Short | None:
         layers = [nodes[start + i * period :][:period] for i in range(count)]
         own = _own(layers) if count >= _FEWEST else None
         if own is not None:
-            runs.append(Run(layers, own))
+            runs.append(EqualLayers(layers, own))
     number = {node: i for i, node in enumerate((*given, *nodes))}
     firsts = [[layer[0], *own] for run in runs for layer, own in zip(*run)]
 
@@ -163,7 +163,7 @@ def _is_pure(node: fx.Node) -> bool:
     return known and not _writes(node.target) and not symbols(node.meta.get("val"))
 
 
-def _short(gm: fx.GraphModule, runs: Sequence[Run]) -> fx.GraphModule:
+def _short(gm: fx.GraphModule, runs: Sequence[EqualLayers]) -> fx.GraphModule:
     """The graph without the layers between 2 and the last two, each node marked by its number."""
     gone = {node for run in runs for layer in run.layers[_SECOND + 1 : -2] for node in layer}
     second = {last: node for run in runs for last, node in zip(run.layers[-3], run.layers[_SECOND])}
@@ -187,18 +187,18 @@ class _Growth:
         graph: fx.Graph,
         inputs: Mapping[fx.Node, fx.Node],
         origin: dict[fx.Node, fx.Node],
-        run: Run,
+        run: EqualLayers,
     ) -> None:
         self.graph, self.inputs, self.origin, self.run = graph, inputs, origin, run
         self.end = len(run.layers) - 2  # the first layer behind those that are left out
         self.after = {0: 1, 1: _SECOND, _SECOND: self.end, self.end: self.end + 1}
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
         self.home = {n: (k, i) for k, layer in enumerate(run.layers) for i, n in enumerate(layer)}
-        self.place: dict[fx.Node, Place] = {}
-        self.at: dict[Place, fx.Node] = {}
+        self.place: dict[fx.Node, LayerPlace] = {}
+        self.at: dict[LayerPlace, fx.Node] = {}
         for k, own in enumerate(run.own):
             for i, each in enumerate(own):
-                self._put(inputs[each], Place(k, None, i))
+                self._put(inputs[each], LayerPlace(k, None, i))
         self.owners: dict[int, tuple[fx.Node, int]] = {}  # by memory: the first that is in it
         for node in graph.nodes:
             for i, value in enumerate(tensors_of(node)):
@@ -213,7 +213,7 @@ class _Growth:
             self._compare(self.at[place._replace(layer=1)], self.at[place])
         reads, results = self._reads(above, below), self._results()
         counted = [node.meta.get("seq_nr", 0) for node in self.nodes if not _is_backward(node)]
-        begins = self.nodes.index(self.at[Place(_SECOND, False, 0)])
+        begins = self.nodes.index(self.at[LayerPlace(_SECOND, False, 0)])
         self.last, self.period = counted[-1], max(counted[:above]) - max(counted[:begins])
         copied = range(_SECOND + 1, self.end)
         for backward, start in ((False, above), (True, below)):
@@ -264,9 +264,9 @@ class _Growth:
                 known = self.home.get(self.origin.get(node), _ELSEWHERE)[0]  # type: ignore[arg-type]
                 may = node not in self.place and (known == layer or node not in self.origin)
                 if sure or may:
-                    self._put(node, Place(layer, backward, i))
+                    self._put(node, LayerPlace(layer, backward, i))
 
-    def _put(self, node: fx.Node, place: Place) -> None:
+    def _put(self, node: fx.Node, place: LayerPlace) -> None:
         self.place[node], self.at[place] = place, node
 
     def _compare(self, one: fx.Node, other: fx.Node) -> None:

@@ -94,6 +94,9 @@ def in_regions(cut: CutGraph | None, doing: Doing = contextlib.nullcontext) -> I
     ) -> Any:
         if options.get("cudagraphs") or options.get("cpp_wrapper") or options.get("fx_wrapper"):
             return whole(gm, inputs, checked, *rest, **options)
+        given = gm.graph.find_nodes(op="placeholder")
+        if any(_moved(node.meta.get("val"), value) for node, value in zip(given, inputs)):
+            compile_fx.fake_tensor_prop(gm, inputs)
         marks = _marks(gm, options)
         parts = chosen(gm, marks)
         made = (
@@ -238,6 +241,13 @@ def _strides_untold() -> Iterator[None]:
         if context is not None and context.fw_metadata is not None:
             stack.enter_context(mock.patch.object(context.fw_metadata, "bw_donated_idxs", None))
         yield
+
+
+def _moved(val: Any, value: Any) -> bool:
+    """Whether a value is laid out otherwise than when it was traced: one that a compiled forward
+    saved, of a convolution whose results Inductor lays out by channels."""
+    tensors = isinstance(val, torch.Tensor) and isinstance(value, torch.Tensor)
+    return tensors and _text(val) != _text(value)
 
 
 def _same(stride: Any, val: torch.Tensor) -> bool:

@@ -127,6 +127,7 @@ torch._inductor.codecache.write_atomic
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
 torch._inductor.compile_fx.compile_fx_inner
+torch._inductor.compile_fx.fake_tensor_prop
 torch._inductor.compile_fx.fx_codegen_and_compile
 torch._inductor.compile_fx.get_input_idxs_to_check
 torch._inductor.compile_fx.record_original_output_strides

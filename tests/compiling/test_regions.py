@@ -226,27 +226,48 @@ def six_layers(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor]:
     return (x.sum(0),)
 
 
-def test_inductors_cache_holds_the_regions() -> None:
-    """Kernels are left out, which take seconds to compile: found again is the same code."""
+def compile_layers(x: Callable[[], torch.Tensor] = lambda: torch.ones(4, 8)) -> Any:
+    """Six layers, traced with [4, 8] and compiled for `x`. Kernels are left out, which take seconds
+    to compile: what calls them is the same code."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.utils import fresh_cache
 
     kernels = mock.Mock(return_value=lambda *pointers: None)
-    found = []
-    with fresh_cache(), mock.patch.object(AsyncCompile, "cpp_pybinding", kernels):
-        for _ in range(2):
-            with FakeTensorMode(shape_env=ShapeEnv()):
-                fakes = [torch.ones(4, 8), *[torch.ones(8, 8) for _ in range(6)]]
-                gm = make_fx(six_layers)(*fakes)
-            torch._dynamo.utils.counters.clear()
-            with tracing(TracingContext(detect_fake_mode(fakes))), in_regions(parts_of):
-                found.append(compile_fx_inner(gm, fakes, static_input_idxs=[1, 2, 3, 4, 5, 6]))
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        fakes = [torch.ones(4, 8), *[torch.ones(8, 8) for _ in range(6)]]
+        gm = make_fx(six_layers)(*fakes)
+        fakes[0] = x()
+    torch._dynamo.utils.counters.clear()
+    with (
+        mock.patch.object(AsyncCompile, "cpp_pybinding", kernels),
+        tracing(TracingContext(detect_fake_mode(fakes))),
+        in_regions(parts_of),
+    ):
+        return compile_fx_inner(gm, fakes, static_input_idxs=[1, 2, 3, 4, 5, 6])
+
+
+def test_inductors_cache_holds_the_regions() -> None:
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        first, second = compile_layers(), compile_layers()
         assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] == 1
-    first, second = found
     assert len(first.regions) == len(second.regions) < len(first.calls) == len(second.calls)
     values = [torch.ones(4, 8), *[torch.ones(8, 8) for _ in range(6)]]
     assert second(values)[0].shape == (8,) and not values
+
+
+def test_an_input_may_lie_otherwise_than_it_was_traced() -> None:
+    """As a convolution's result that forward saved; the code asserts the strides it was made for."""
+    from torch._inductor.utils import fresh_cache
+
+    def x() -> torch.Tensor:
+        return torch.ones(8, 4).mT
+
+    with fresh_cache():
+        made = compile_layers(x)
+    assert len(made.regions) < len(made.calls)
+    assert made([x(), *[torch.ones(8, 8) for _ in range(6)]])[0].shape == (8,)
 
 
 def train(folder: str, mesh: dict[str, int], layers: int) -> dict[str, Any]:
