@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -146,6 +147,7 @@ def compile_parts(
     given = gm.graph.find_nodes(op="placeholder")
     slot = {node: i for i, node in enumerate(given)}
     numbers, distinct = dict[Any, int](), len({part.key for part in parts})
+    given_away = _given_away(given, parts, last, results, options)
     regions: list[CompiledFxGraph] = []
     calls, strides = [], dict[fx.Node, Any]()
     for i, part in enumerate(parts):
@@ -153,7 +155,8 @@ def compile_parts(
         if part.key not in numbers:
             numbers[part.key] = len(regions)
             with doing(f"region {len(regions) + 1} of {distinct}"):
-                regions.append(_region(gm, part, marks, whole, rest, options))
+                free = given_away[part.key]
+                regions.append(_region(gm, part, marks, free, whole, rest, options))
         number = numbers[part.key]
         told = regions[number].output_strides or ()
         for node, exact, stride in zip(part.outputs, part.exact, told, strict=True):
@@ -195,8 +198,38 @@ def compile_parts(
     )
 
 
+def _given_away(
+    given: Sequence[fx.Node],
+    parts: Sequence[Any],
+    last: Mapping[fx.Node, int],
+    results: Collection[fx.Node],
+    options: Mapping[str, Any],
+) -> dict[Any, set[int]]:
+    """Of each region the inputs in whose memory it may write its results, by position: those that
+    AOTAutograd gives away, where none of its parts hands them, or a view of them, to others. A
+    backward would hold the logits beside their gradient."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context and context.fw_metadata
+    away = metadata and options.get("is_backward") and metadata.bw_donated_idxs
+    free = {given[i] for i in away or ()} - set(results)
+    found: dict[Any, set[int]] = {}
+    for i, part in enumerate(parts):
+        within = {*part.nodes, *part.constants}.difference(part.outputs)
+        own = {n for n in free.intersection(part.inputs) if within.issuperset(_views(n))}
+        may = {j for j, node in enumerate(part.inputs) if node in own and last[node] == i}
+        found[part.key] = may & found.get(part.key, may)
+    return found
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if getattr(user.target, "is_view", False) or user.target is operator.getitem:
+            yield user
+            yield from _views(user)
+
+
 def _region(
-    gm: fx.GraphModule, part: Any, marks: Any, whole: Any, rest: Any, options: Any
+    gm: fx.GraphModule, part: Any, marks: Any, free: set[int], whole: Any, rest: Any, options: Any
 ) -> CompiledFxGraph:
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = []
@@ -210,7 +243,7 @@ def _region(
     last.meta["user_visible_output_idxs"] = [i for i, exact in enumerate(part.exact) if exact]
     static = [i for i, node in enumerate(part.inputs) if marks.get(node)]
     checked = compile_fx.get_input_idxs_to_check(inputs, static)
-    with _strides_untold():
+    with _strides_untold(sorted(free)):
         return whole(  # type: ignore[no-any-return]
             fx.GraphModule(gm, graph),
             inputs,
@@ -231,15 +264,15 @@ def _input(val: Any, in_storage: bool) -> Any:
 
 
 @contextlib.contextmanager
-def _strides_untold() -> Iterator[None]:
+def _strides_untold(free: list[int] | None = None) -> Iterator[None]:
     """AOTAutograd waits for the strides of one compiled graph, and says of its inputs which may be
-    written to: of a region's, which others may still read through a view, none."""
+    written to; of a region's, these may."""
     context = torch._guards.TracingContext.try_get()
     with contextlib.ExitStack() as stack:
         if context is not None:
             stack.enter_context(mock.patch.object(context, "output_strides", None))
         if context is not None and context.fw_metadata is not None:
-            stack.enter_context(mock.patch.object(context.fw_metadata, "bw_donated_idxs", None))
+            stack.enter_context(mock.patch.object(context.fw_metadata, "bw_donated_idxs", free))
         yield
 
 

@@ -149,17 +149,29 @@ def test_an_unequal_layer_is_not_shared() -> None:
 
 
 class Counting:
-    """In the place of Inductor: runs a graph as it is, and counts the graphs."""
+    """In the place of Inductor: runs a graph as it is, and counts the graphs. What a graph may
+    write to holds no number afterwards."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.GraphModule] = []
+        self.free = 0
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, *rest: Any, **options: Any) -> Any:
         self.graphs.append(gm)
         outputs: Any = gm.graph.output_node().args[0]
         values = [node.meta["val"] for node in outputs]
+        context = TracingContext.try_get()
+        free = context.fw_metadata.bw_donated_idxs if context is not None else None
+
+        def run(given: list[torch.Tensor]) -> Any:
+            found = gm(*given)
+            for i in free or ():
+                self.free += given[i].nbytes
+                given[i].fill_(torch.nan)
+            return found
+
         return SimpleNamespace(
-            current_callable=lambda given: gm(*given),
+            current_callable=run,
             output_strides=[tuple(map(str, v.stride())) for v in values],
             counter_deltas=Counter(),
             source_code="",
@@ -190,6 +202,39 @@ def test_the_graphs_own_numbers(backward: bool) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         assert one is other is None or torch.equal(one, other)
+
+
+def test_a_region_writes_to_nothing_that_is_read_later() -> None:
+    """Neither where it may: in what another part reads, is viewed by it, or is a result."""
+
+    def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        last, later, viewed, result, kept = given
+        x = later * 2 + last + result + kept
+        seen = viewed.view(8, 4) * 1
+        return later + x, viewed.view(8, 4) + seen, result
+
+    values = [torch.randn(4, 8) for _ in range(5)]
+    with FakeTensorMode():
+        gm = make_fx(function)(*[torch.empty(4, 8) for _ in values])
+    given = gm.graph.find_nodes(op="placeholder")
+    *nodes, before, view, after = [n for n in gm.graph.nodes if n.op == "call_function"]
+    parts = []
+    for i, own in enumerate([nodes, [before], [view, after]]):
+        reads = dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in own)
+        made = tuple(n for n in own if any(user not in own for user in n.users))
+        exact = (True,) * len(made)
+        parts.append(GraphPart(tuple(own), (), tuple(reads), made, exact, i, {}, False))
+    count, context = Counting(), TracingContext(None)
+    metadata: Any = SimpleNamespace(bw_donated_idxs=[0, 1, 2, 3])
+    context.fw_metadata = metadata
+    with tracing(context):
+        compiled = compile_parts(gm, parts, {}, count, options={"is_backward": True})
+    assert compiled is not None and len(given) == len(values)
+    expected: Sequence[torch.Tensor] = [each.clone() for each in gm(*values)]
+    kept = values[4].clone()
+    for one, other in zip([*compiled._run(list(values)), values[4]], [*expected, kept]):
+        assert torch.equal(one, other)
+    assert values[0].isnan().all() and count.free == 2 * values[0].nbytes
 
 
 def most_alive(steps: Sequence[tuple[Sequence[Any], Sequence[Any]]], kept: set[Any]) -> int:
@@ -258,7 +303,7 @@ def test_inductors_cache_holds_the_regions() -> None:
 
 
 def test_an_input_may_lie_otherwise_than_it_was_traced() -> None:
-    """As a convolution's result that forward saved; the code asserts the strides it was made for."""
+    """As a convolution's result that forward saved; its code asserts strides."""
     from torch._inductor.utils import fresh_cache
 
     def x() -> torch.Tensor:
