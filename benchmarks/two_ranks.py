@@ -1,12 +1,13 @@
 """Two ranks, on one device if need be: is the sharded model the serial one, on each kind of mesh?
 
-    torchrun --nproc-per-node=2 benchmarks/two_ranks.py [--device cuda] [--json PATH]
+    torchrun --nproc-per-node=2 benchmarks/two_ranks.py [--device cuda] [--layers 8] [--json PATH]
 
 Two steps of a small Llama with SGD on tp, tp with sequence parallelism, DDP and ZeRO-1 to 3,
 beside the serial model in the same process: the largest error of the losses, and of the parameters
 relative to how far the steps moved them. With as many devices as ranks the collectives are the
 device's own (NCCL), else gloo's, through the host; graphs go through Inductor on CUDA, and on a CPU
 as they are.
+Of seven layers and more, which are equal, five are traced (docs/first_step.md).
 Exit status 1 where a mesh differs or fails.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import copy
 import json
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +89,13 @@ def train(model: torch.nn.Module, call: Any, batches: list[torch.Tensor]) -> lis
     return losses
 
 
-def row(options: dict[str, Any], device: str) -> dict[str, float]:
+def row(options: dict[str, Any], device: str, shape: Shape) -> dict[str, float]:
     """The errors of one mesh."""
     torch.manual_seed(0)
     torch.compiler.reset()
     with torch.device(device):
-        first = WithLoss(Llama(SHAPE))
-        batches = [torch.randint(SHAPE.vocab, (4, SHAPE.length)) for _ in range(2)]
+        first = WithLoss(Llama(shape))
+        batches = [torch.randint(shape.vocab, (4, shape.length)) for _ in range(2)]
     serial, sharded = copy.deepcopy(first), copy.deepcopy(first)
     expected = train(serial, serial, batches)
     one_batch = options["mesh"].keys() & {"tp", "cp"}
@@ -120,6 +122,7 @@ def main() -> int:
     """Compare and print on rank 0; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shared = args.device == "cpu" or torch.cuda.device_count() < 2
@@ -128,11 +131,12 @@ def main() -> int:
     dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
     library = send_through_the_host() if shared and args.device == "cuda" else None
     torch.set_num_threads(1)
+    shape = replace(SHAPE, layers=args.layers)
     rows: dict[str, dict[str, Any]] = {}
     for name, options in MESHES.items():
         try:
             inner = {} if args.device == "cuda" else {"inner": "aot_eager"}
-            found: dict[str, Any] = row({**options, **inner}, args.device)
+            found: dict[str, Any] = row({**options, **inner}, args.device, shape)
             found["equal"] = furthest(found.values()) < LIMIT
             said = (
                 f"loss {found['loss_error']:.1e}, parameters {found['parameter_error']:.1e}, "
