@@ -29,7 +29,7 @@ from torch import fx
 
 from autoshard.compiling.debugging import EQUAL_LAYERS, settings
 from autoshard.compiling.stretches import described, label, symbols, tandem_repeats
-from autoshard.runtime.compat import Short, Unequal, fake_in, real_tensors, storage_key
+from autoshard.runtime.compat import Short, Unequal, fake_in, is_backward, real_tensors, storage_key
 from autoshard.runtime.graph_meta import COPY, PENDING_INPUTS
 
 _SECOND = 2  # the layer that is copied
@@ -212,7 +212,7 @@ class _Growth:
         for place in second:
             self._compare(self.at[place._replace(layer=1)], self.at[place])
         reads, results = self._reads(above, below), self._results()
-        counted = [node.meta.get("seq_nr", 0) for node in self.nodes if not _is_backward(node)]
+        counted = [node.meta.get("seq_nr", 0) for node in self.nodes if not is_backward(node)]
         begins = self.nodes.index(self.at[LayerPlace(_SECOND, False, 0)])
         self.last, self.period = counted[-1], max(counted[:above]) - max(counted[:begins])
         copied = range(_SECOND + 1, self.end)
@@ -238,7 +238,7 @@ class _Growth:
         first: dict[tuple[bool, int], int] = {}
         for i, node in enumerate(self.nodes):
             layer, _ = self.home.get(self.origin.get(node), (-1, 0))  # type: ignore[arg-type]
-            first.setdefault((_is_backward(node), layer), i)
+            first.setdefault((is_backward(node), layer), i)
         end = len(self.nodes)
         one, two, above = (first.get((False, k), end) for k in (1, _SECOND, self.end))
         below, under = (first.get((True, k), end) for k in (_SECOND, 1))
@@ -280,7 +280,7 @@ class _Growth:
             and args == (other.args, dict(other.kwargs))
             and described(one.meta.get("val"), True) == described(other.meta.get("val"), True)
             and one.meta.keys() == other.meta.keys()
-            and _is_backward(one) == _is_backward(other)
+            and is_backward(one) == is_backward(other)
             and (a is b or (self.after.get(layer, -1), i) == self.home.get(b))  # type: ignore[arg-type]
         )
         if not alike or _writes(one.target):
@@ -394,7 +394,3 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val")
     values = val if isinstance(val, (list, tuple)) else (val,)
     return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"

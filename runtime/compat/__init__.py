@@ -13,6 +13,7 @@ from autoshard.runtime.compat.aot import (
     Unequal,
     aot_eager,
     forward_backward,
+    is_backward,
     memory_of,
 )
 from autoshard.runtime.compat.autograd import (

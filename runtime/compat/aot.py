@@ -134,11 +134,16 @@ class JointGraph:
 
         joint = _copied(self.module)
         for node in joint.graph.nodes:
-            if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
+            if node.op == "call_function" and not is_backward(node):
                 tag(node)
         fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
         with tracing(TracingContext(detect_fake_mode(fakes))):  # for states of random numbers
             return _split(self.cut, joint, None, self.options)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made an operator of a joint graph in the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def forward_backward(

@@ -18,6 +18,7 @@ from autoshard.runtime.compat.aot import (
     Doing,
     Finish,
     Short,
+    is_backward,
     not_cut,
     taking_a_list,
 )
@@ -264,7 +265,7 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             for node in gm.graph.nodes:
                 # parts of a derivative carry the tag of the operator that it is of
-                if node.meta.get("partitioner_tag") == "is_backward":
+                if is_backward(node):
                     node.meta.pop("recompute", None)
             cut: Any = theirs or min_cut_rematerialization_partition
             forward, backward = cut(gm, joint_inputs, **options)

@@ -27,22 +27,9 @@ from autoshard.passes import COLLECTIVES
 from autoshard.program import Program
 from autoshard.runtime.compat.inductor_regions import compile_parts, in_regions
 from gloo_pool import GlooPool
+from models_plain import GatedLayer
 from side_by_side import Pair, check
 from traced import builder
-
-
-class Layer(nn.Module):
-    """A gated feed-forward with a norm, and a residual."""
-
-    def __init__(self, width: int, other: bool) -> None:
-        super().__init__()
-        self.gate = torch.tanh if other else torch.sigmoid
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.norm(x))
-        return x + self.down(y * self.gate(y)) * 0.5
 
 
 class Stack(nn.Module):
@@ -50,7 +37,7 @@ class Stack(nn.Module):
 
     def __init__(self, layers: int, other: int | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(8, i == other) for i in range(layers)])
+        self.layers = nn.ModuleList([GatedLayer(i == other) for i in range(layers)])
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

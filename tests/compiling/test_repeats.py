@@ -10,30 +10,23 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.compiling.repeats import _is_backward, shortened, tensors_of, traced
+from autoshard.compiling.repeats import shortened, tensors_of, traced
 from autoshard.compiling.stretches import described
 from autoshard.program import Program
-from autoshard.runtime.compat import Short, Unequal, forward_backward, storage_key
+from autoshard.runtime.compat import (
+    Short,
+    Unequal,
+    forward_backward,
+    is_backward,
+    storage_key,
+)
 from autoshard.runtime.parameters import ACCUMULATE
 from model_case import Batch, seq2seq, tokens
 from models_hf import DECODER, hf, llama
+from models_plain import GatedLayer
 from traced import builder
 
 DEEP = 8
-
-
-class Layer(nn.Module):
-    """A gated feed-forward with a norm, and a residual."""
-
-    def __init__(self, width: int = 8, other: bool = False) -> None:
-        super().__init__()
-        self.gate = torch.tanh if other else torch.sigmoid
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(self.norm(x))
-        return x + self.down(y * self.gate(y)) * 0.5
 
 
 class Stack(nn.Module):
@@ -50,7 +43,7 @@ class Stack(nn.Module):
         front: bool = False,
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(other=i == other) for i in range(layers)])
+        self.layers = nn.ModuleList([GatedLayer(i == other) for i in range(layers)])
         self.front = nn.Linear(8, 8) if front else None
         self.kept = kept
 
@@ -135,7 +128,7 @@ def assert_equal(whole: fx.Graph, grown: fx.Graph) -> None:
     same: dict[fx.Node, fx.Node] = {}
     memory: dict[int, int] = {}
     forwards = [
-        {n.meta["seq_nr"] for n in graph.nodes if "seq_nr" in n.meta and not _is_backward(n)}
+        {n.meta["seq_nr"] for n in graph.nodes if "seq_nr" in n.meta and not is_backward(n)}
         for graph in (whole, grown)
     ]
     numbers = set()

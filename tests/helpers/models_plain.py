@@ -55,6 +55,20 @@ class Gated(nn.Module):
         return y
 
 
+class GatedLayer(nn.Module):
+    """A feed-forward with a gate of one of two kinds, a norm and a residual."""
+
+    def __init__(self, other: bool = False, width: int = 8) -> None:
+        super().__init__()
+        self.gate = torch.tanh if other else torch.sigmoid
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        return x + self.down(y * self.gate(y)) * 0.5
+
+
 class Regression(nn.Module):
     """A body and the squared error of its output."""
 
