@@ -29,9 +29,12 @@ from torch import fx
 
 from autoshard.compiling.stretches import PartsInOrder, described, label, symbols
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, module_path, waits_of
+from autoshard.planning import is_view, packet
 
 WORTH = 0.7
 """The share of a graph's operators in different regions above which the graph stays whole."""
+
+_OF_STRIDES = {aten.as_strided, aten.convolution, aten.convolution_backward}
 
 _NUMBERED = re.compile(r".*?\.\d+(?=\.|$)")
 
@@ -42,6 +45,7 @@ class GraphPart:
 
     nodes: its operators. constants: what it computes anew, such as a tensor of zeros. inputs: what
     it reads. outputs: what is read elsewhere. exact: those whose strides must be as they are in the
+    graph. laid_out: what parts of the graph write contiguous, which it is not in the
     graph. until: the part up to which a value must live that a collective under way still reads.
     in_storage: whether an operator counts from the start of an input's storage.
     """
@@ -51,6 +55,7 @@ class GraphPart:
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     exact: tuple[bool, ...]
+    laid_out: Mapping[fx.Node, torch.Tensor]
     key: Hashable
     until: Mapping[fx.Node, int]
     in_storage: bool
@@ -109,11 +114,31 @@ class _GraphParts:
         results: Any = output.args[0]
         visible = output.meta.get("user_visible_output_idxs", ())
         self.visible = {results[i] for i in visible if isinstance(results[i], fx.Node)}
+        self.laid_out = {
+            node: torch.empty_like(node.meta["val"], memory_format=torch.contiguous_format)
+            for node in self.home
+            if self._is_pinned_in_vain(node)
+        }
 
     def parts(self) -> list[GraphPart] | None:
         """None where a size is in no input."""
         found = [self._part(i, nodes) for i, nodes in enumerate(self.slots)]
         return None if None in found else found  # type: ignore[return-value]
+
+    def _is_pinned_in_vain(self, node: fx.Node) -> bool:
+        """Whether other parts would get a value in an order of dims that nobody asks for, and that
+        Inductor would not keep inside of a graph. A vision transformer's sum through all layers
+        inherits that of the convolution before them, and each normalization reads across it."""
+        val = node.meta.get("val")
+        return (
+            isinstance(val, torch.Tensor)
+            and not val.is_contiguous()
+            and torch.ops.aten.is_non_overlapping_and_dense(val)
+            and node not in self.visible
+            and not is_view(node)
+            and any(self.home.get(user, self.home[node]) != self.home[node] for user in node.users)
+            and all(_takes_any_strides(each) for each in [node, *node.users] if each.op != "output")
+        )
 
     def _part(self, number: int, nodes: Sequence[fx.Node]) -> GraphPart | None:
         constants = self._constants_of(nodes)
@@ -137,7 +162,7 @@ class _GraphParts:
         key = (
             tuple(label(node, lambda n: own.get(n, outside.get(n))) for node in all_nodes),
             tuple(self._described_input(n, in_storage) for n in inputs),
-            tuple((own[node], each) for node, each in zip(outputs, exact)),
+            tuple((own[n], each, n in self.laid_out) for n, each in zip(outputs, exact)),
         )
         return GraphPart(
             nodes=tuple(nodes),
@@ -145,13 +170,14 @@ class _GraphParts:
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             exact=tuple(exact),
+            laid_out=self.laid_out,
             key=key,
             until={n: self.held[n] for n in [*inputs, *outputs] if self.held.get(n, 0) > number},
             in_storage=in_storage,
         )
 
     def _described_input(self, node: fx.Node, in_storage: bool) -> Hashable:
-        val = node.meta.get("val")
+        val = self.laid_out.get(node, node.meta.get("val"))
         return (described(val, in_storage), _is_aligned(val), self.marks.get(node))
 
     def _constants_of(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -166,6 +192,11 @@ class _GraphParts:
         for node in nodes:
             add(node)
         return list(found)
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    plain = getattr(node.target, "namespace", None) == "aten"
+    return plain and packet(node) not in _OF_STRIDES
 
 
 def _is_aligned(val: Any) -> bool:

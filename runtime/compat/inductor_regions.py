@@ -162,8 +162,9 @@ def compile_parts(
         for node, exact, stride in zip(part.outputs, part.exact, told, strict=True):
             slot.setdefault(node, len(slot))
             strides[node] = stride
-            if exact and isinstance(node.meta.get("val"), torch.Tensor):
-                if stride is None or not _same(stride, node.meta["val"]):
+            val = part.laid_out.get(node, node.meta.get("val"))
+            if exact and isinstance(val, torch.Tensor):
+                if stride is None or not _same(stride, val):
                     return None
         finished = [n for n, until in last.items() if until == i and n in slot and n not in results]
         dead = [slot[n] for n in finished if dying.get(n) and n not in part.until]
@@ -235,10 +236,15 @@ def _region(
     inputs = []
     for i, node in enumerate(part.inputs):
         made[node] = graph.placeholder(f"arg{i}")
-        inputs.append(_input(node.meta["val"], part.in_storage))
+        inputs.append(_input(part.laid_out.get(node, node.meta["val"]), part.in_storage))
         made[node].meta = {**node.meta, "val": inputs[-1]}
     for node in (*part.constants, *part.nodes):
         made[node] = graph.node_copy(node, made.__getitem__)
+        if node in part.laid_out:
+            result: Any = made[node]
+            order: Any = {"memory_format": torch.contiguous_format}
+            made[node] = graph.call_function(torch.ops.aten.clone.default, (result,), order)
+            made[node].meta = {**node.meta}
     last = graph.output(tuple(made[node] for node in part.outputs))
     last.meta["user_visible_output_idxs"] = [i for i, exact in enumerate(part.exact) if exact]
     static = [i for i, node in enumerate(part.inputs) if marks.get(node)]

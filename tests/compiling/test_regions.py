@@ -99,6 +99,7 @@ def regions(gm: fx.GraphModule) -> list[GraphPart]:
     return found
 
 
+CONVOLUTION = torch.ops.aten.convolution.default
 SIGMOID, TANH = torch.ops.aten.sigmoid.default, torch.ops.aten.tanh.default
 AXES = ["tp", "dp_shard"]
 PATIENCE = 500.0  # seconds of two processes that compile kernels
@@ -210,7 +211,7 @@ def test_a_region_writes_to_nothing_that_is_read_later() -> None:
         reads = dict.fromkeys(n for node in own for n in node.all_input_nodes if n not in own)
         made = tuple(n for n in own if any(user not in own for user in n.users))
         exact = (True,) * len(made)
-        parts.append(GraphPart(tuple(own), (), tuple(reads), made, exact, i, {}, False))
+        parts.append(GraphPart(tuple(own), (), tuple(reads), made, exact, {}, i, {}, False))
     count, context = Counting(), TracingContext(None)
     metadata: Any = SimpleNamespace(bw_donated_idxs=[0, 1, 2, 3])
     context.fw_metadata = metadata
@@ -300,6 +301,25 @@ def test_an_input_may_lie_otherwise_than_it_was_traced() -> None:
         made = compile_layers(x)
     assert len(made.regions) < len(made.calls)
     assert made([x(), *[torch.ones(8, 8) for _ in range(6)]])[0].shape == (8,)
+    between = [each for one in made.regions for each in one.output_strides if each != ("1",)]
+    assert between and set(between) == {("8", "1")}  # none by columns, as the first is
+
+
+@pytest.mark.parametrize("convolved", [False, True])
+def test_layers_hand_on_what_is_contiguous_but_to_a_convolution(convolved: bool) -> None:
+    def function(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            y = torch.conv2d(x, weight, padding=1) if convolved else x * weight.sum()
+            x = x + ((y.sin() + 1) * y.cos() - y.abs()).tanh() * 0.5
+        return x.sum(0)
+
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        gm = make_fx(function)(x, *[torch.empty(3, 3, 3, 3) for _ in range(6)])
+    between = {node for part in regions(gm)[:-1] for node in part.outputs}
+    assert len(between) > 2 and not any(n.meta["val"].is_contiguous() for n in between)
+    read = {n for n in between if any(u.target is CONVOLUTION for u in n.users)}
+    assert set(regions(gm)[0].laid_out) == between - read and bool(read) is convolved
 
 
 def train(folder: str, mesh: dict[str, int], layers: int) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_llama3_rotary_scaling(tmp_path: Path) -> None:
     [
         ("num_key_value_heads", 4, "num_key_value_heads 4, the graph has 2"),
         ("rms_norm_eps", 1e-3, "rms_norm_eps 0.001, the graph has 1e-06"),
+        ("final_logit_softcapping", 3.0, "softcapping 3.0, the graph has None"),
         ("vocab_size", 64, "vocab_size 64, the graph has 61"),
         ("hidden_act", "gelu", "gelu, the graph has silu"),
         ("tie_word_embeddings", True, "tie_word_embeddings True, the graph has False"),

@@ -62,8 +62,8 @@ def config_facts(decoder: Decoder, architectures: tuple[str, ...], config: Any) 
             norms_in_parallel=2 if two else None,
         )
     for name, said, found in _facts(decoder, config):
-        same = math.isclose(said, found, rel_tol=1e-6) if isinstance(said, float) else said == found
-        if not same:
+        numbers = isinstance(said, float) and found is not None
+        if not (math.isclose(said, found, rel_tol=1e-6) if numbers else said == found):
             raise export_error(
                 f"the configuration says {name} {said}, the graph has {found}",
                 remedy="The model was changed after it was built, or the configuration was.",
