@@ -220,8 +220,9 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
 
 
 def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
-    """Inductor's settings for a graph that is traced as a short one, with its first pass over the
-    joint graph: what grows that, before the passes that are set there. grown: gets an entry then.
+    """Inductor's settings for a graph that is traced as a short one, with what grows the joint
+    graph: behind Inductor's passes over it, and the passes that are set there come after; in front
+    of all where it draws, whose draws Inductor numbers. grown: gets an entry then.
 
     Only a class with a `uuid` lets Inductor cache what it compiles.
     """
@@ -229,24 +230,36 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
         return {}
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     grow = short.grow
-    theirs: Any = config.joint_custom_pre_pass
-    passes = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
 
     class Grow(CustomGraphPass):
+        def __init__(self, name: str) -> None:
+            theirs: Any = getattr(config, name)
+            several = isinstance(theirs, (list, tuple))
+            self.first = "pre" in name
+            self.passes = theirs if several else [theirs] * (theirs is not None)
+
         def __call__(self, graph: fx.Graph) -> None:
-            grow(graph)
-            grown.append(True)
-            for each in passes:
+            if not grown and (not self.first or any(map(_draws, graph.nodes))):
+                stable_topological_sort(graph)
+                grow(graph)
+                grown.append(True)
+            for each in self.passes:
                 each(graph)
 
         def uuid(self) -> Any:
-            keys = [each.uuid() for each in passes if isinstance(each, CustomGraphPass)]
-            known = len(keys) == len(passes) and None not in keys
+            keys = [each.uuid() for each in self.passes if isinstance(each, CustomGraphPass)]
+            known = len(keys) == len(self.passes) and None not in keys
             return (get_hash_for_files((__file__,)), *keys) if known else None
 
-    return {"joint_custom_pre_pass": Grow()}
+    return {name: Grow(name) for name in ("joint_custom_pre_pass", "joint_custom_post_pass")}
+
+
+def _draws(node: fx.Node) -> bool:
+    aten = torch.ops.aten
+    return getattr(node.target, "overloadpacket", None) in (aten.rand, aten.randn, aten.randint)
 
 
 def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:

@@ -154,12 +154,27 @@ def assert_equal(whole: fx.Graph, grown: fx.Graph) -> None:
     assert len(set(memory.values())) == len(memory) and len(numbers) <= 1
 
 
+def behind_passes(module: fx.GraphModule, grow: Callable[[fx.Graph], None], key: str) -> Short:
+    """Grown as under Inductor, behind its passes over the joint graph."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    def passes(joint: fx.Graph) -> None:
+        assert joint.owning_module is not None
+        joint_graph_passes(joint.owning_module)
+        grow(joint)
+
+    return Short(module, passes, key)
+
+
 def check(program: Program) -> None:
     """Compare, where it is short at all."""
     gm, _ = program._on_cpu()
     short = shortened(gm)
     assert short is not None and len(short.module.graph.nodes) < 0.9 * len(gm.graph.nodes)
     assert_equal(joint_of(program), joint_of(program, short))
+    whole = behind_passes(gm, lambda joint: None, "")
+    short = behind_passes(short.module, short.grow, short.key)
+    assert_equal(joint_of(program, whole), joint_of(program, short))
 
 
 MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
