@@ -164,7 +164,11 @@ def _moved(
 ) -> dict[nn.Parameter, nn.Parameter]:
     set_policy(states, use_by(config, mesh))
     broadcast = config.initial_weights == "broadcast"
-    moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive)
+    order: dict[nn.Parameter, str] = {}
+    for name, parameter in (each for model in models for each in model.named_parameters()):
+        order.setdefault(parameter, name)
+    named = tuple(order.values())
+    moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive, order=named)
     settle_buffers(models, mesh, send=broadcast)
     for old, new in moved.items():
         set_planned(new, old in planned)

@@ -25,7 +25,8 @@ _MISSING = "(nothing)"
 _FEW = 8  # values that differ, and ranks that have one of them, of which an error tells
 REMEDY = (
     "Build the same model, with the same options and library versions, and call it with inputs of "
-    "the same shapes on every rank."
+    "the same shapes on every rank. Where a model goes through a Python set, start all ranks with "
+    "one PYTHONHASHSEED."
 )
 FAILED = (
     "See the output of that rank; if it has no error, compare the shapes of the ranks' batches, "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import operator
 import re
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +18,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import FrozensetVariable, SetVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -42,6 +45,9 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
       and its kin write it on a tensor of zeros in every checkpointed layer, and the break would
       turn each layer into graphs of its own and its checkpoint into eager code. Nothing in a graph
       needs the gradient of such a value: only `x.grad` would hold it, which stays None.
+    - a set of names that is there before the frame, in the order of the names. Its own is that of
+      the process's hashes: Gemma 4 walks through its kinds of layers, and each rank would get
+      another graph.
     - a stored tensor that eager code gives to a frame as an argument, as the whole (`READ_WHOLE`),
       as a module's own parameter is: Dynamo's DTensor does not meet plain tensors in an operator.
 
@@ -53,6 +59,7 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
         (VariableBuilder, "wrap_module", _with_rnn),
         (VariableBuilder, "wrap_tensor", _with_wholes),
         (TensorVariable, "method_attr_data", _with_stored_data),
+        (SetVariable, "__init__", _with_sorted_names),
         # since torch 2.13
         (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr", _with_leaves),
         (_builtins.BuiltinVariable, "call_setattr", _with_leaves),
@@ -92,6 +99,28 @@ def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, tx, obj, name, value)
 
     return set_attribute
+
+
+def _with_sorted_names(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, items: Any, **kwargs: Any) -> None:
+        original(self, items, **kwargs)
+        if kwargs.get("source") is None or type(self) not in _UNORDERED or not traced_as_ours():
+            return
+        constants = [key.vt for key in self.items if key.vt.is_python_constant()]
+        names = [str(each.as_python_constant()) for each in constants if _is_name(each)]
+        if len(names) == len(self.items):
+            order = sorted(zip(names, self.items), key=operator.itemgetter(0))
+            self.items = {key: self.items[key] for _, key in order}
+
+    return init
+
+
+_UNORDERED = (SetVariable, FrozensetVariable)
+
+
+def _is_name(constant: Any) -> bool:
+    return isinstance(constant.as_python_constant(), (str, enum.Enum))
 
 
 READ_WHOLE: dict[type, Callable[[Any], torch.Tensor]] = {}

@@ -68,6 +68,7 @@ def settle_buffers(models: Sequence[nn.Module], mesh: Mesh, *, send: bool) -> No
                 for name, tensor in _attributes(module)
                 if name in given and _is_as_given(tensor, *given[name])
             )
+    buffers, others = dict(sorted(buffers.items())), dict(sorted(others.items()))
     _, digest = _told({**others, **buffers})
     asked = [combined(digest, "buffers", axis, _alike, alike=True) for axis in everyone(mesh.axes)]
     if all(found is SAME or found for found in asked):

@@ -132,6 +132,7 @@ def shard_parameters(
     broadcast: bool,
     allocate_meta: bool = True,
     alive: Holders | None = None,
+    order: Sequence[str] = (),
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Store each parameter in the given state on each axis (I where an axis is not named).
 
@@ -144,6 +145,7 @@ def shard_parameters(
     trusted to be equal. A parameter on the meta device gets an uninitialised shard on the mesh's
     device, filled with NaN so that forgetting to load it shows; load it with load_state_dict or
     torch.distributed.checkpoint. allocate_meta: False keeps such shards on the meta device.
+    order: the names of all parameters of the models, in their order, which has to be every rank's.
 
     Returns the new parameter for each old one; the old ones are empty, and errors to use.
     Collective over the mesh, in the order of `placements`. Does nothing in a world of one process.
@@ -156,7 +158,7 @@ def shard_parameters(
         owners = find_owners(tuple(placements), alive)
         names = {p: _name(p, owners) for p in placements}
         _check(placements, owners, names, mesh)
-        _agree(placements, owners, names, mesh)
+        _agree(placements, owners, names, mesh, order)
         moved: dict[nn.Parameter, nn.Parameter] = {}
         for old, states in placements.items():
             if isinstance(old, DTensor) and _same(states, stored_states(old)):
@@ -202,17 +204,22 @@ def _agree(
     owners: Owners,
     names: Mapping[nn.Parameter, str],
     mesh: Mesh,
+    order: Sequence[str],
 ) -> None:
-    """Raise where ranks hold different gradients or state: they would wait for ever."""
+    """Raise where ranks hold different gradients or state: they would wait for ever. And where
+    parameters are in another order, by which rank 0's values and an optimizer's states go to them:
+    modules that were made by walking through a Python set. Names may begin otherwise on a rank."""
     lines = [
         f"{names[p]} {p.dtype} {tuple(p.shape)} meta {p.is_meta}, stored {dict(states)}, "
         f"gradient {p.grad is not None}, "
         f"state {[state_summary(optimizer, p) for optimizer in owners.optimizers]}"
         for p, states in placements.items()
     ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    places = {name: str(i) for i, name in enumerate(sorted(order))}
+    text = "\n".join([*lines, *(places[name] for name in order)])
+    digest = hashlib.sha256(text.encode()).hexdigest()
     for axis in everyone(mesh.axes):
-        agree("parameters to shard", digest, lines, axis)
+        agree("parameters to shard", digest, [*lines, *order], axis)
 
 
 def _move(

@@ -57,6 +57,49 @@ def first_call(mesh: dict[str, int], how: str, later: bool, train: bool) -> Any:
     return off, all(torch.equal(a, b) for a, b in held)
 
 
+class Heads(nn.Module):
+    """Modules, and buffers, in the order of a Python set: that of the process's hashes."""
+
+    def __init__(self, names: list[str], modules: bool) -> None:
+        super().__init__()
+        for name in names:
+            self.register_buffer(name, torch.rand(8))
+        ordered = names if modules else sorted(names)
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 8) for name in ordered})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in "ab":
+            x = self.heads[name](x * getattr(self, name)).sin()
+        return x
+
+
+def in_the_order_of_hashes(mesh: dict[str, int], modules: bool) -> str | float:
+    """The error of a model with other orders on each rank; none: how far it is from rank 0's."""
+    torch.compiler.reset()
+    first, second = list("ab"), list("ba")
+    torch.manual_seed(0)
+    serial = Heads(first, modules)
+    torch.manual_seed(0)
+    model = Heads([first, second][int(os.environ["RANK"])], modules)
+    options = {"mesh": mesh, "inner": "eager", "timeout": 60}
+    compiled: Any = torch.compile(model, backend="autoshard", options=options)
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(1))
+    try:
+        return float((compiled(x) - serial(x)).abs().max())
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
+def test_orders_of_hashes(gloo2: Any, axis: str) -> None:
+    """Buffers go by their names. Parameters do not, nor the states of their optimizers."""
+    for off in gloo2(in_the_order_of_hashes, {axis: 2}, False):
+        assert isinstance(off, float) and off < 1e-6, off
+    for text in gloo2(in_the_order_of_hashes, {axis: 2}, True):
+        assert "rank 0: _orig_mod.heads.a.weight; rank 1: _orig_mod.heads.b.weight" in text
+        assert "PYTHONHASHSEED" in text
+
+
 @pytest.mark.parametrize("axis", ["tp", "dp_replicate", "ep"])
 def test_buffers_are_those_of_rank_0(gloo2: Any, axis: str) -> None:
     for off, alike in gloo2(
