@@ -15,7 +15,7 @@ import torch
 import torch._dynamo.variables.builtin as _builtins
 from torch import nn
 from torch._dynamo.exc import unimplemented
-from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import FrozensetVariable, SetVariable
@@ -27,7 +27,7 @@ from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from autoshard.runtime.compat.frames import GraphInput, RestartTrace
+from autoshard.runtime.compat.frames import GraphInput, RestartTrace, skips_tensors
 
 OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -222,7 +222,7 @@ def store_in_trace(
     found = {item.source for item in inputs if item.real is not None and item.real in parameters}
     classes: dict[str, tuple[list[Guard], type]] = {}
     readers: dict[str, Any] = {}
-    stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx) and not _skips_tensors()
+    stands = all(map(_PARAMETER.fullmatch, found)) and not _escapes(tx) and not skips_tensors()
     for guard in guards if stands else ():
         read = _is_read(guard, found)
         stands = stands and read is not None
@@ -338,82 +338,3 @@ def _escapes(tx: Any) -> bool:
     values = [tx.stack, tx.symbolic_locals, written, list(effects.store_attr_mutations.values())]
     VariableTracker.visit(look, values)
     return any(found) or bool(effects.tensor_hooks)
-
-
-def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
-    """Make the guards that Dynamo has for stored parameters of the graph being compiled cheap.
-
-    inputs: by the source of each (see `compat.graph_inputs`). Dynamo guards of each the type,
-    the spec by a comparison with a deep copy, `requires_grad`, the local tensor and the marks of
-    dynamic sizes it does not have; of its module the property by which it is read, with closure
-    and code. By the next step most of that has left the cache. One guard asks for the spec, by
-    identity first, and `requires_grad`: the local tensor of a stored parameter follows from its
-    spec, and the classes that `access` makes are never written to. Of a trace of the plain
-    parameter (`store_in_trace`) it takes the place of the guard of that one.
-    """
-    context = torch._guards.TracingContext.try_get()
-    if context is None:
-        return
-    found = context.guards_context.dynamo_guards.inner
-    guarded = {g.name for g in found if g.create_fn_name() == "DTENSOR_SPEC_MATCH"}
-    plain = {g.name for g in found if g.create_fn_name() == "TENSOR_MATCH"} & inputs.keys()
-    parameters: dict[str, Any] = {
-        source: parameter
-        for source, parameter in inputs.items()
-        if isinstance(parameter, DTensor) and (f"{source}._spec" in guarded or source in plain)
-    }
-    plain &= parameters.keys()
-    # a frozen parameter would pass where none of its attributes is asked for
-    asked = _ASKED - {"requires_grad"} if _skips_tensors() else _ASKED
-    modules = {source.rpartition("._parameters[")[0] for source in parameters}
-    checks: dict[tuple[int, bool], Callable[[Any], bool]] = {}
-    for guard in list(found):
-        owner, _, part = guard.name.rpartition(".")
-        if guard.create_fn_name() == "TYPE_MATCH":
-            owner, part = guard.name, "type"
-        read = _CLASS.search(guard.name)
-        whole = guard.name in plain and guard.create_fn_name() == "TENSOR_MATCH"
-        if whole or (owner in parameters and part in asked):
-            found.discard(guard)
-            if whole or part == "_spec":
-                source: Any = guard.originating_source
-                of = parameters[guard.name if whole else owner]
-                key = id(of._spec), of.requires_grad
-                check = checks.setdefault(key, _stored_alike(of._spec, of.requires_grad))
-                create = functools.partial(_guard_parameter, check)
-                base = source if whole else source.base
-                found.add(Guard(base, create, stack=guard.stack, user_stack=guard.user_stack))
-        elif part == "device_mesh" and guard.create_fn_name() == "DUPLICATE_INPUT":
-            found.discard(guard)  # that parameters share a mesh follows from their specs
-        elif read and read[1] in modules:
-            found.discard(guard)
-
-
-def _skips_tensors() -> bool:
-    """Whether guards of tensors in a dict that nobody wrote to are skipped, as by torch 2.11."""
-    return bool(getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False))
-
-
-_ASKED = {"type", "_spec", "requires_grad", "_local_tensor", "device_mesh"}
-"""The parts of a DTensor that Dynamo guards."""
-
-_CLASS = re.compile(r"\btype\((.+?)\)\.(?:__mro__\[1\]\.)?__dict__")
-"""Attributes of a module read from its own class, or the next: the classes of `access`."""
-
-
-def _guard_parameter(check: Callable[[Any], bool], builder: Any, guard: Guard) -> None:
-    said = get_verbose_code_parts(f"stored as before: {guard.name}", guard)
-    builder.get_guard_manager(guard).add_lambda_guard(check, said, guard.user_stack)
-
-
-def _stored_alike(spec: Any, needs: bool) -> Callable[[Any], bool]:
-    """Whether a parameter is a DTensor of this spec, needing a gradient or not."""
-
-    def check(now: Any) -> bool:
-        return (
-            isinstance(now, DTensor)
-            and now.requires_grad is needs
-            and (now._spec is spec or now._spec == spec)
-        )
-
-    return check

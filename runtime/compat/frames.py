@@ -1,9 +1,11 @@
-"""Dynamo's inputs to a backend, and its treatment of frames: private parts of torch."""
+"""Dynamo's inputs to a backend, how it guards them and treats frames: private parts of torch."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
@@ -11,14 +13,16 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo.exc
 import torch._logging
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     UnspecializeRestartAnalysis,
     exceptions_allowed_to_be_fallback,
 )
+from torch._dynamo.guards import get_verbose_code_parts
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._guards import Guard
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -292,3 +296,82 @@ def artifact(name: str, text: Callable[[], str]) -> None:
     torch._logging.trace_structured(  # type: ignore[attr-defined]
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def lighten_guards(inputs: Mapping[str, nn.Parameter]) -> None:
+    """Make the guards that Dynamo has for stored parameters of the graph being compiled cheap.
+
+    inputs: by the source of each (see `compat.graph_inputs`). Dynamo guards of each the type,
+    the spec by a comparison with a deep copy, `requires_grad`, the local tensor and the marks of
+    dynamic sizes it does not have; of its module the property by which it is read, with closure
+    and code. By the next step most of that has left the cache. One guard asks for the spec, by
+    identity first, and `requires_grad`: the local tensor of a stored parameter follows from its
+    spec, and the classes that `access` makes are never written to. Of a trace of the plain
+    parameter (`store_in_trace`) it takes the place of the guard of that one.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    found = context.guards_context.dynamo_guards.inner
+    guarded = {g.name for g in found if g.create_fn_name() == "DTENSOR_SPEC_MATCH"}
+    plain = {g.name for g in found if g.create_fn_name() == "TENSOR_MATCH"} & inputs.keys()
+    parameters: dict[str, Any] = {
+        source: parameter
+        for source, parameter in inputs.items()
+        if isinstance(parameter, DTensor) and (f"{source}._spec" in guarded or source in plain)
+    }
+    plain &= parameters.keys()
+    # a frozen parameter would pass where none of its attributes is asked for
+    asked = _ASKED - {"requires_grad"} if skips_tensors() else _ASKED
+    modules = {source.rpartition("._parameters[")[0] for source in parameters}
+    checks: dict[tuple[int, bool], Callable[[Any], bool]] = {}
+    for guard in list(found):
+        owner, _, part = guard.name.rpartition(".")
+        if guard.create_fn_name() == "TYPE_MATCH":
+            owner, part = guard.name, "type"
+        read = _CLASS.search(guard.name)
+        whole = guard.name in plain and guard.create_fn_name() == "TENSOR_MATCH"
+        if whole or (owner in parameters and part in asked):
+            found.discard(guard)
+            if whole or part == "_spec":
+                source: Any = guard.originating_source
+                of = parameters[guard.name if whole else owner]
+                key = id(of._spec), of.requires_grad
+                check = checks.setdefault(key, _stored_alike(of._spec, of.requires_grad))
+                create = functools.partial(_guard_parameter, check)
+                base = source if whole else source.base
+                found.add(Guard(base, create, stack=guard.stack, user_stack=guard.user_stack))
+        elif part == "device_mesh" and guard.create_fn_name() == "DUPLICATE_INPUT":
+            found.discard(guard)  # that parameters share a mesh follows from their specs
+        elif read and read[1] in modules:
+            found.discard(guard)
+
+
+def skips_tensors() -> bool:
+    """Whether guards of tensors in a dict that nobody wrote to are skipped, as by torch 2.11."""
+    return bool(getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False))
+
+
+_ASKED = {"type", "_spec", "requires_grad", "_local_tensor", "device_mesh"}
+"""The parts of a DTensor that Dynamo guards."""
+
+_CLASS = re.compile(r"\btype\((.+?)\)\.(?:__mro__\[1\]\.)?__dict__")
+"""Attributes of a module read from its own class, or the next: the classes of `access`."""
+
+
+def _guard_parameter(check: Callable[[Any], bool], builder: Any, guard: Guard) -> None:
+    said = get_verbose_code_parts(f"stored as before: {guard.name}", guard)
+    builder.get_guard_manager(guard).add_lambda_guard(check, said, guard.user_stack)
+
+
+def _stored_alike(spec: Any, needs: bool) -> Callable[[Any], bool]:
+    """Whether a parameter is a DTensor of this spec, needing a gradient or not."""
+
+    def check(now: Any) -> bool:
+        return (
+            isinstance(now, DTensor)
+            and now.requires_grad is needs
+            and (now._spec is spec or now._spec == spec)
+        )
+
+    return check

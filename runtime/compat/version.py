@@ -62,6 +62,8 @@ torch._dynamo.source.AttrSource
 torch._dynamo.source.TypeSource
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
+torch._dynamo.variables.FrozensetVariable
+torch._dynamo.variables.SetVariable
 torch._dynamo.variables.base.VariableTracker
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
 torch._dynamo.variables.builder.VariableBuilder.wrap_tensor
@@ -143,6 +145,7 @@ torch._inductor.graph.GraphLowering
 torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.output_code.CompiledFxGraph
+torch._inductor.pattern_matcher.stable_topological_sort
 torch._inductor.utils.BoxedBool
 torch._inductor.utils.fresh_cache
 torch._inductor.utils.set_tracing_context_output_strides

@@ -15,7 +15,6 @@ from autoshard.capture import interpreter
 from autoshard.capture.serial_graph import capture
 from autoshard.errors import CaptureError
 from autoshard.planning.rules.registry import rules_for
-from autoshard.runtime import compat
 from capturing import Fn, Recorder, check, x48
 
 # Composite operators stay whole
@@ -381,28 +380,3 @@ def test_state_is_restored_when_capture_raises() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.compile(Fn(fn), backend=backend)(x48())
     assert seen[0] == seen[1]
-
-
-def test_a_set_of_names_is_walked_through_in_their_order() -> None:
-    """Not in that of the process's hashes, which gave each rank a graph of its own."""
-    places = {f"kind{i:02}": i for i in range(12)}
-
-    class Kinds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kinds, self.others = set(places), frozenset(places)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for name in (*self.kinds, *self.others):
-                x = x + places[name]
-            return x
-
-    read: list[list[Any]] = []
-
-    def backend(gm: torch.fx.GraphModule, fakes: Any) -> Any:
-        read.append([n.args[1] for n in gm.graph.nodes if n.op == "call_function"])
-        return gm
-
-    compat.trace_as_ours(backend)
-    torch.compile(Kinds(), backend=backend)(torch.ones(2))
-    assert read == [[*range(12), *range(12)]]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.runtime import compat
+
 
 class Held(nn.Module):
     """Tensors of a model that are no parameters, each drawn."""
@@ -98,6 +100,31 @@ def test_orders_of_hashes(gloo2: Any, axis: str) -> None:
     for text in gloo2(in_the_order_of_hashes, {axis: 2}, True):
         assert "rank 0: _orig_mod.heads.a.weight; rank 1: _orig_mod.heads.b.weight" in text
         assert "PYTHONHASHSEED" in text
+
+
+def test_a_set_of_names_is_walked_through_in_their_order() -> None:
+    """Not in that of the process's hashes, which gave each rank a graph of its own."""
+    places = {f"kind{i:02}": i for i in range(12)}
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds, self.others = set(places), frozenset(places)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name in (*self.kinds, *self.others):
+                x = x + places[name]
+            return x
+
+    read: list[list[Any]] = []
+
+    def backend(gm: torch.fx.GraphModule, fakes: Any) -> Any:
+        read.append([n.args[1] for n in gm.graph.nodes if n.op == "call_function"])
+        return gm
+
+    compat.trace_as_ours(backend)
+    torch.compile(Kinds(), backend=backend)(torch.ones(2))
+    assert read == [[*range(12), *range(12)]]
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp_replicate", "ep"])
