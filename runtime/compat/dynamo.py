@@ -18,7 +18,7 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import FrozensetVariable, SetVariable
+from torch._dynamo.variables import SetVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -105,7 +105,7 @@ def _with_sorted_names(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, items: Any, **kwargs: Any) -> None:
         original(self, items, **kwargs)
-        if kwargs.get("source") is None or type(self) not in _UNORDERED or not traced_as_ours():
+        if kwargs.get("source") is None or type(self).__name__ not in _UNORDERED or not traced_as_ours():
             return
         constants = [key.vt for key in self.items if key.vt.is_python_constant()]
         names = [str(each.as_python_constant()) for each in constants if _is_name(each)]
@@ -116,7 +116,7 @@ def _with_sorted_names(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-_UNORDERED = (SetVariable, FrozensetVariable)
+_UNORDERED = ("SetVariable", "FrozensetVariable")
 
 
 def _is_name(constant: Any) -> bool:

@@ -62,7 +62,6 @@ torch._dynamo.source.AttrSource
 torch._dynamo.source.TypeSource
 torch._dynamo.types.FrameAction
 torch._dynamo.types.FrameExecStrategy
-torch._dynamo.variables.FrozensetVariable
 torch._dynamo.variables.SetVariable
 torch._dynamo.variables.base.VariableTracker
 torch._dynamo.variables.builder.VariableBuilder.wrap_module
