@@ -105,7 +105,8 @@ def _with_sorted_names(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, items: Any, **kwargs: Any) -> None:
         original(self, items, **kwargs)
-        if kwargs.get("source") is None or type(self).__name__ not in _UNORDERED or not traced_as_ours():
+        given = type(self).__name__ in _UNORDERED and kwargs.get("source") is not None
+        if not given or not traced_as_ours():
             return
         constants = [key.vt for key in self.items if key.vt.is_python_constant()]
         names = [str(each.as_python_constant()) for each in constants if _is_name(each)]
