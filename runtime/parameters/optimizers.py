@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import users_line
+from autoshard.runtime.agreement import agree, users_line
 from autoshard.runtime.collectives import data_axes
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, world_size
@@ -93,6 +94,7 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if world_size() == 1:
         return None
     _refuse_unreduced(optimizer)
+    _agree_on_order(optimizer)
     held = {**dict(enumerate(args)), **kwargs}
     closures = [key for key, value in held.items() if value is not optimizer and callable(value)]
     if not closures:
@@ -100,6 +102,44 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     for key in closures:  # what it computes is stepped on without another hook
         held[key] = functools.partial(_then_refuse, optimizer, held[key])
     return tuple(held[i] for i in range(len(args))), {key: held[key] for key in kwargs}
+
+
+def _agree_on_order(optimizer: Optimizer) -> None:
+    """Raise where ranks hold parameters in other orders (a Python set of them was walked through)
+    and send each other what a step reads whole, in that order: equal shapes would be swapped."""
+    if getattr(optimizer, "base", type(optimizer)) in _LOCAL:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    ids = [*map(id, parameters)]
+    stored: list[Any] = [p for p in parameters if isinstance(p, StoredTensor) and _is_split(p)]
+    if not stored or _agreed.get(optimizer) == ids:
+        return
+    names: dict[int, str] = {}
+    for model in models_of(stored):
+        for name, p in model.named_parameters():
+            names.setdefault(id(p), name)
+    order = [names.get(each, "of no module") for each in ids]
+    places = {name: str(i) for i, name in enumerate(sorted(order))}  # names may begin otherwise
+    digest = hashlib.sha256(" ".join(places[name] for name in order).encode()).hexdigest()
+    for axis in axes_of(stored[0].device_mesh):
+        agree("order of an optimizer's parameters", digest, order, axis, remedy=_IN_ORDER)
+    _agreed[optimizer] = ids
+
+
+def _is_split(parameter: StoredTensor) -> bool:
+    return any(compat.placement_dim(each) is not None for each in parameter.placements)
+
+
+_LOCAL = {getattr(torch.optim, name, None) for name in ("SGD", "Adam", "AdamW", "Adagrad")}
+_LOCAL |= {getattr(torch.optim, name, None) for name in ("RMSprop", "NAdam", "RAdam", "Adamax")}
+"""Optimizers of which every step is elementwise: no rank sends another anything."""
+
+_agreed: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+
+_IN_ORDER = (
+    "Give the optimizer its parameters in one order on every rank: as model.parameters() has them, "
+    "not as a Python set of them has."
+)
 
 
 def _then_refuse(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.runtime import compat
-
 
 class Held(nn.Module):
     """Tensors of a model that are no parameters, each drawn."""
@@ -57,74 +55,6 @@ def first_call(mesh: dict[str, int], how: str, later: bool, train: bool) -> Any:
         off = float((got - serial(x)).abs().max())
     held = zip([*model.buffers(), model.plain], [*serial.buffers(), serial.plain], strict=True)
     return off, all(torch.equal(a, b) for a, b in held)
-
-
-class Heads(nn.Module):
-    """Modules, and buffers, in the order of a Python set: that of the process's hashes."""
-
-    def __init__(self, names: list[str], modules: bool) -> None:
-        super().__init__()
-        for name in names:
-            self.register_buffer(name, torch.rand(8))
-        ordered = names if modules else sorted(names)
-        self.heads = nn.ModuleDict({name: nn.Linear(8, 8) for name in ordered})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name in "ab":
-            x = self.heads[name](x * getattr(self, name)).sin()
-        return x
-
-
-def in_the_order_of_hashes(mesh: dict[str, int], modules: bool) -> str | float:
-    """The error of a model with other orders on each rank; none: how far it is from rank 0's."""
-    torch.compiler.reset()
-    first, second = list("ab"), list("ba")
-    torch.manual_seed(0)
-    serial = Heads(first, modules)
-    torch.manual_seed(0)
-    model = Heads([first, second][int(os.environ["RANK"])], modules)
-    options = {"mesh": mesh, "inner": "eager", "timeout": 60}
-    compiled: Any = torch.compile(model, backend="autoshard", options=options)
-    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(1))
-    try:
-        return float((compiled(x) - serial(x)).abs().max())
-    except Exception as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
-def test_orders_of_hashes(gloo2: Any, axis: str) -> None:
-    """Buffers go by their names. Parameters do not, nor the states of their optimizers."""
-    for off in gloo2(in_the_order_of_hashes, {axis: 2}, False):
-        assert isinstance(off, float) and off < 1e-6, off
-    for text in gloo2(in_the_order_of_hashes, {axis: 2}, True):
-        assert "rank 0: _orig_mod.heads.a.weight; rank 1: _orig_mod.heads.b.weight" in text
-        assert "PYTHONHASHSEED" in text
-
-
-def test_a_set_of_names_is_walked_through_in_their_order() -> None:
-    """Not in that of the process's hashes, which gave each rank a graph of its own."""
-    places = {f"kind{i:02}": i for i in range(12)}
-
-    class Kinds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kinds, self.others = set(places), frozenset(places)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for name in (*self.kinds, *self.others):
-                x = x + places[name]
-            return x
-
-    read: list[list[Any]] = []
-
-    def backend(gm: torch.fx.GraphModule, fakes: Any) -> Any:
-        read.append([n.args[1] for n in gm.graph.nodes if n.op == "call_function"])
-        return gm
-
-    compat.trace_as_ours(backend)
-    torch.compile(Kinds(), backend=backend)(torch.ones(2))
-    assert read == [[*range(12), *range(12)]]
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp_replicate", "ep"])
