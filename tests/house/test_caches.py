@@ -39,6 +39,7 @@ CACHES = {
     "autoshard/program.py _handles": "a number that is never given again",
     "runtime/compat/compiled_modules.py compiled": "the method of one compiled module",
     "runtime/parameters/optimizers.py _given": "the module",
+    "runtime/parameters/optimizers.py _agreed": "the optimizer, and its parameters in their order",
     "runtime/parameters/buffers.py _given": "the module",
     "runtime/parameters/buffers.py _settled": "the module, which is stored once",
     "runtime/compat/tensors.py _specs": "the mesh's id, which lives as long as the spec",
