@@ -68,11 +68,13 @@ def _batch_without_words(
     batch: dict[str, Any] = {}
     channels = config.get("in_channels", config.get("latent_channels", 3))
     extent = config.get("sample_size") or 16
-    height, width = extent if isinstance(extent, list | tuple) else (extent, extent)
+    space = tuple(extent) if isinstance(extent, list | tuple) else (extent, extent)
+    if space[0] > 4096:  # of a sound
+        space = (256,)
     made = {
-        "sample": (BATCH, channels, height, width),
-        "hidden_states": (BATCH, channels, height, width),
-        "x": (BATCH, channels, height, width),
+        "sample": (BATCH, channels, *space),
+        "hidden_states": (BATCH, channels, *space),
+        "x": (BATCH, channels, *space),
         "encoder_hidden_states": (
             BATCH, 8, config.get("cross_attention_dim") or config.get("joint_attention_dim")
             or config.get("text_embed_dim") or config.get("caption_channels") or 32,
