@@ -45,8 +45,8 @@ class GraphPart:
 
     nodes: its operators. constants: what it computes anew, such as a tensor of zeros. inputs: what
     it reads. outputs: what is read elsewhere. exact: those whose strides must be as they are in the
-    graph. laid_out: what parts of the graph write contiguous, which it is not in the
-    graph. until: the part up to which a value must live that a collective under way still reads.
+    graph. laid_out: of all parts, the results written contiguous that the graph has otherwise.
+    until: the part up to which a value must live that a collective under way still reads.
     in_storage: whether an operator counts from the start of an input's storage.
     """
 

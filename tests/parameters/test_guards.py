@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import backend
 from autoshard.runtime.compat import dynamo as compat_dynamo
+from autoshard.runtime.compat import frames as compat_frames
 
 LENGTH = 4
 
@@ -66,13 +67,13 @@ def renewed(parameter: Any) -> nn.Parameter:
 
 def test_one_guard_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     created: list[str] = []
-    original = compat_dynamo._guard_parameter
+    original = compat_frames._guard_parameter
 
     def watched(check: Any, builder: Any, guard: Any) -> None:
         created.append(guard.name)
         original(check, builder, guard)
 
-    monkeypatch.setattr(compat_dynamo, "_guard_parameter", watched)
+    monkeypatch.setattr(compat_frames, "_guard_parameter", watched)
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         model = Scaled()
@@ -186,7 +187,7 @@ class Reads(Scaled):
 def test_one_trace_serves_plain_and_stored_parameters(
     monkeypatch: pytest.MonkeyPatch, what: str, traces: int
 ) -> None:
-    if compat_dynamo._skips_tensors():  # torch 2.11 has guards for a second trace only
+    if compat_frames.skips_tensors():  # torch 2.11 has guards for a second trace only
         if what == "keeps":
             pytest.skip("torch 2.11 traces no parameter that a module keeps")
         traces = 2
