@@ -27,9 +27,13 @@ def test_a_drawn_row_is_equal_still(gloo2: Any) -> None:
     known = model_matrix.read(Path(model_matrix.__file__).with_suffix(".jsonl"))
     rows = [one for one in known if one["said"] == "equal" and one["mesh"] != "pp"]
     asked = [(one["model"], one["mesh"]) for one in rows if one["model"].startswith("transformers")]
-    name, mesh = random.Random(seed() or "0").choice(sorted(asked))
-    said = model_matrix.by_threads(name, mesh) or model_matrix.row(gloo2, name, mesh)
-    assert said == ("equal", ""), (name, mesh)
+    asked.sort()
+    random.Random(seed() or "0").shuffle(asked)
+    for name, mesh in asked:  # the first whose libraries are there: DETR asks for timm
+        said, why = model_matrix.by_threads(name, mesh) or model_matrix.row(gloo2, name, mesh)
+        if "ImportError" not in why:
+            break
+    assert (said, why) == ("equal", ""), (name, mesh)
 
 
 class _Drawing(nn.Linear):
