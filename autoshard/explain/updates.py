@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from autoshard.explain.costs import folded, named
 from autoshard.explain.tables import human, table
 from autoshard.runtime.optimizer import OwnedMatrix, ways_of
-from autoshard.runtime.parameters import models_of
+from autoshard.runtime.parameters import models_of, names_of
 
 _SHOWN = 16
 
@@ -22,12 +22,14 @@ def update(optimizer: Optimizer, width: int) -> str:
     on_parts = [part.parameter for group in ways.on_parts for part in group]
     rest = [p for group in ways.rest for p in group]
     every: list[Any] = [*on_parts, *(matrix.parameter for matrix in ways.owned), *rest]
-    names = {id(p): n for model in models_of(every) for n, p in model.named_parameters()}
+    names = names_of(models_of(every))
     found: dict[tuple[str, str, str], list[tuple[str, OwnedMatrix | None]]] = {}
-    told = [(m.parameter, _what(m), m) for m in ways.owned]
-    told += [(p, f"on every rank: {ways.why[p]}", None) for p in rest]  # type: ignore[misc]
+    told: list[tuple[Any, str, OwnedMatrix | None]] = [
+        (m.parameter, _what(m), m) for m in ways.owned
+    ]
+    told += [(p, f"on every rank: {ways.why[p]}", None) for p in rest]
     for p, what, one in told:
-        name = names.get(id(p), "").replace("_orig_mod.", "")
+        name = names.get(p, "").replace("_orig_mod.", "")
         key = folded(name), "x".join(map(str, p.shape)), what
         found.setdefault(key, []).append((name, one))
     rows = []

@@ -25,6 +25,7 @@ from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.parameters import (
     Holders,
     models_of,
+    names_of,
     set_choice,
     set_planned,
     set_policy,
@@ -164,11 +165,8 @@ def _moved(
 ) -> dict[nn.Parameter, nn.Parameter]:
     set_policy(states, use_by(config, mesh))
     broadcast = config.initial_weights == "broadcast"
-    order: dict[nn.Parameter, str] = {}
-    for name, parameter in (each for model in models for each in model.named_parameters()):
-        order.setdefault(parameter, name)
-    named = tuple(order.values())
-    moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive, order=named)
+    order = tuple(names_of(models).values())
+    moved = shard_parameters(states, mesh, broadcast=broadcast, alive=alive, order=order)
     settle_buffers(models, mesh, send=broadcast)
     for old, new in moved.items():
         set_planned(new, old in planned)

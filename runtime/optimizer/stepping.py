@@ -40,7 +40,7 @@ from autoshard.runtime.optimizer.matrix_owners import (
 from autoshard.runtime.optimizer.offloaded import part_of
 from autoshard.runtime.optimizer.owned_steps import OwnedSteps
 from autoshard.runtime.optimizer.recording import Lane, Stepped, lanes_of, own_attributes
-from autoshard.runtime.parameters import like, local_bounds, stored_states
+from autoshard.runtime.parameters import is_whole, like, local_bounds, stored_states
 
 
 def optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
@@ -204,7 +204,7 @@ class WaysOfSteps:
                     self.owned.append(matrix)
                     continue
                 self.why[p] = matrix.work.why
-            if not lane.reason or (_is_whole(p) and not lane.mixed):
+            if not lane.reason or (is_whole(p) and not lane.mixed):
                 self.on_parts[number].append(PlainPart(p))
             else:
                 self.rest[number].append(p)
@@ -291,13 +291,6 @@ def _settings(group: dict[str, Any]) -> list[Any]:
         for value in group.values()
         if isinstance(value, (int, float, str, type(None)))
     ]
-
-
-def _is_whole(p: torch.Tensor) -> bool:
-    """Whether this rank, as every other, holds all of a parameter."""
-    return not isinstance(p, DTensor) or all(
-        compat.placement_dim(placement) is None for placement in p.placements
-    )
 
 
 def _member(group: int, p: torch.Tensor, state: dict[str, Any]) -> Stepped:

@@ -30,6 +30,7 @@ from autoshard.runtime.parameters.layout import (
     as_dtensors,
     extents,
     home_of,
+    is_whole,
     like,
     local_bounds,
     local_part,
@@ -38,7 +39,7 @@ from autoshard.runtime.parameters.layout import (
     wrap_local,
 )
 from autoshard.runtime.parameters.optimizers import expect_stored
-from autoshard.runtime.parameters.owners import Holders, models_of, related_parameters
+from autoshard.runtime.parameters.owners import Holders, models_of, names_of, related_parameters
 from autoshard.runtime.parameters.record import (
     choice_of,
     has_policy,

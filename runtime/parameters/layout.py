@@ -260,3 +260,10 @@ def _stored_dim(state: State, ndim: int) -> int | None:
             remedy="Store it as Replicate, or as Shard(d) of one of its dims.",
         )
     return dim
+
+
+def is_whole(p: torch.Tensor) -> bool:
+    """Whether this rank, as every other, holds all of a parameter."""
+    return not isinstance(p, DTensor) or all(
+        compat.placement_dim(placement) is None for placement in p.placements
+    )

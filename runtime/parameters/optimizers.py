@@ -20,7 +20,8 @@ from autoshard.runtime.collectives import data_axes
 from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.mesh import axes_of, world_size
 from autoshard.runtime.parameters.eager import StoredTensor
-from autoshard.runtime.parameters.owners import models_of
+from autoshard.runtime.parameters.layout import is_whole
+from autoshard.runtime.parameters.owners import models_of, names_of, order_of
 
 Store = Callable[[torch.Tensor], torch.Tensor]
 
@@ -111,23 +112,15 @@ def _agree_on_order(optimizer: Optimizer) -> None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     ids = [*map(id, parameters)]
-    stored: list[Any] = [p for p in parameters if isinstance(p, StoredTensor) and _is_split(p)]
+    stored: list[Any] = [p for p in parameters if isinstance(p, StoredTensor) and not is_whole(p)]
     if not stored or _agreed.get(optimizer) == ids:
         return
-    names: dict[int, str] = {}
-    for model in models_of(stored):
-        for name, p in model.named_parameters():
-            names.setdefault(id(p), name)
-    order = [names.get(each, "of no module") for each in ids]
-    places = {name: str(i) for i, name in enumerate(sorted(order))}  # names may begin otherwise
-    digest = hashlib.sha256(" ".join(places[name] for name in order).encode()).hexdigest()
+    names = names_of(models_of(stored))
+    order = [names.get(p, "of no module") for p in parameters]
+    digest = hashlib.sha256(order_of(order).encode()).hexdigest()
     for axis in axes_of(stored[0].device_mesh):
         agree("order of an optimizer's parameters", digest, order, axis, remedy=_IN_ORDER)
     _agreed[optimizer] = ids
-
-
-def _is_split(parameter: StoredTensor) -> bool:
-    return any(compat.placement_dim(each) is not None for each in parameter.placements)
 
 
 _LOCAL = {getattr(torch.optim, name, None) for name in ("SGD", "Adam", "AdamW", "Adagrad")}
@@ -156,9 +149,9 @@ def _refuse_unreduced(optimizer: Optimizer) -> None:
     why = _why_reduced(parameters, {id(p) for p in plain})
     if not why:
         return
-    names = {id(p): n for m in models_of(plain) for n, p in m.named_parameters()}
+    names = names_of(models_of(plain))
     found = [
-        names.get(id(p), f"a {type(p).__name__} {tuple(p.shape)} of no module").replace(
+        names.get(p, f"a {type(p).__name__} {tuple(p.shape)} of no module").replace(
             "_orig_mod.", ""
         )
         for p in plain

@@ -136,6 +136,21 @@ def models_of(parameters: Sequence[nn.Parameter], alive: Holders | None = None) 
     return sorted(roots, key=rank)
 
 
+def names_of(models: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The parameters of models in their order, each with the first of its names."""
+    found: dict[nn.Parameter, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            found.setdefault(parameter, name)
+    return found
+
+
+def order_of(names: Sequence[str]) -> str:
+    """The place of each name among them all: alike on ranks where names begin otherwise."""
+    places = {name: i for i, name in enumerate(sorted(names))}
+    return " ".join(str(places[name]) for name in names)
+
+
 FROZEN_BY_PYTHON = 1_000
 """Fewer frozen objects than these nobody has frozen: Python 3.12 starts with some 400, none of them
 a module's variables; a program that freezes has thousands. To climb to them takes seconds a model.

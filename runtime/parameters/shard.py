@@ -34,7 +34,7 @@ from autoshard.runtime.parameters.layout import (
     wrap_local,
 )
 from autoshard.runtime.parameters.optimizers import repoint, state_summary
-from autoshard.runtime.parameters.owners import Holders, Owners, find_owners, is_keyed
+from autoshard.runtime.parameters.owners import Holders, Owners, find_owners, is_keyed, order_of
 from autoshard.runtime.parameters.record import policy_of
 from autoshard.runtime.parameters.unsharding import unshard_parameter
 from autoshard.runtime.parameters.wrappers import replace_functions
@@ -215,9 +215,7 @@ def _agree(
         f"state {[state_summary(optimizer, p) for optimizer in owners.optimizers]}"
         for p, states in placements.items()
     ]
-    places = {name: str(i) for i, name in enumerate(sorted(order))}
-    text = "\n".join([*lines, *(places[name] for name in order)])
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([*lines, order_of(order)]).encode()).hexdigest()
     for axis in everyone(mesh.axes):
         agree("parameters to shard", digest, [*lines, *order], axis)
 
