@@ -113,7 +113,7 @@ def again_of(choices: MeshPrices, keeps: Keeps) -> dict[int, list[Kept]]:
             raise LookupError(f"recomputation of {module} is not known")
         names += MODULES.get(module, ())
     found: dict[int, list[Kept]] = {}
-    for value, saved, repeated in front.kept_at(0) if front.points else ():
+    for value, saved, repeated in front.kept():
         node, seconds = value.key[0], value.seconds if repeated else 0.0
         weights = [choices.planned.parameters.get(one, "") for one in node.all_input_nodes]
         ours = any(name in weight for name in names for weight in weights)

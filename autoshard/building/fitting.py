@@ -251,7 +251,7 @@ class _Fitting:
         def count(index: int) -> int:
             return summary(step_of(free, graphs=graphs(choices.recomputation(index)))).peak
 
-        search = Bisection(choices, before - choices.free[0].peak, count)
+        search = Bisection(choices, before - choices.free.peak, count)
 
         def code(index: int) -> int:
             """Bytes of a step by the code of a choice."""

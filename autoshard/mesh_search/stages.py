@@ -261,7 +261,7 @@ class GraphStages:
         place = {node: i for i, node in enumerate(self.nodes)}
         kept, beside = [0] * len(self.nodes), [0] * len(self.nodes)
         again: list[dict[int, int]] = [{} for _ in self.nodes]
-        for one, saved, repeated in self.frontier.kept_at(0) if self.frontier.points else ():
+        for one, saved, repeated in self.frontier.kept():
             i = place[one.key[0]]
             kept[i] += saved
             if one.held:

@@ -198,7 +198,11 @@ def test_segments_are_layers_and_the_last_stays_alone() -> None:
 
 def test_the_frontier_spends_time_for_memory_and_knows_what_it_could_not_save() -> None:
     found = Frontier(layers(8))
-    assert found.points[0].seconds == 0 and found.points[0].peak == 8 * 1300
+    with mock.patch.object(recomputation, "minimum_cut", wraps=minimum_cut) as cuts:
+        assert found.free.kept == sum(nbytes for _, nbytes, _ in found.kept())
+        assert cuts.call_count <= 4, "at one price: equal layers and the last, of each length"
+    assert found.points[0] == found.free and found.free.seconds == 0
+    assert found.points[0].peak == 8 * 1300
     pairs = list(itertools.pairwise(found.points))
     assert all(a.seconds < b.seconds and a.peak > b.peak for a, b in pairs)
     assert len(found.points) > 8, "one layer after another, not all at once"

@@ -17,7 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from torch import fx
@@ -88,21 +89,30 @@ class Frontier:
         self.values = list(values) if several else kept_in_the_last(values, segments)
         self.host_memory, values = host_memory, self.values
         self._lengths: list[_Length] = []
-        points: list[Point] = []
         length = 1
         while length <= _LONGEST and values:
             choices = Choices(values, merged(segments, length), cuts)
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
-                one = _Length(choices, charge, length, several)
-                self._lengths.append(one)
-                points += one.points(len(self._lengths) - 1)
+                self._lengths.append(_Length(choices, charge, length, several))
             length *= 2
-        self._every = [one for one in points if one.host <= host_memory]
-        self.points = _undominated(self._every)
-        self.free = _undominated([one for one in points if not one.host])[:1]
-        """The quickest without the host; nothing where there is nothing to choose."""
+
+    @cached_property
+    def _every(self) -> list[Point]:
+        found = (point for at, one in enumerate(self._lengths) for point in one.points(at))
+        return [point for point in found if point.host <= self.host_memory]
+
+    @cached_property
+    def points(self) -> list[Point]:
+        """The choices; the first without anything on the host."""
+        return _undominated(self._every)
+
+    @cached_property
+    def free(self) -> Point:
+        """The quickest, for which no other is made; all zeros where there is nothing to choose."""
+        first = (one.free(at) for at, one in enumerate(self._lengths))
+        return min(first, key=_order, default=Point(0, 0.0, 0, 0, 0, 0, 0))
 
     @property
     def estimates(self) -> list[int]:
@@ -129,11 +139,11 @@ class Frontier:
                 found += 1
         return found
 
-    def kept_at(self, index: int) -> Iterator[tuple[RankValue, int, int]]:
-        """Each value with its bytes that are kept for the backward at a point, and the bytes that
-        are computed again there."""
-        point = self.points[index]
-        for one, fate in zip(self.values, self._lengths[point.length].fates(point)):
+    def kept(self) -> Iterator[tuple[RankValue, int, int]]:
+        """Each value with its bytes that are kept for the backward by the quickest choice, and the
+        bytes that are computed again there."""
+        fates = self._lengths[self.free.length].fates(self.free) if self.values else []
+        for one, fate in zip(self.values, fates):
             if fate is Fate.AGAIN:
                 yield one, 0, one.nbytes * one.held + one.inner
             else:
@@ -159,7 +169,7 @@ class Frontier:
             saved=frozenset(value_text(one.key) for one in keys[Fate.KEPT]),
             sent=frozenset(value_text(one.key) for one in keys[Fate.HOST]),
             kept=point.kept,
-            spared=max(0, self.free[0].kept - point.kept),
+            spared=max(0, self.free.kept - point.kept),
             peak=point.peak,
             seconds=point.seconds,
             bound=min(bound, point.seconds),
@@ -243,19 +253,45 @@ class _Length:
     """
 
     def __init__(self, choices: Choices, charge: float, length: int, several: bool) -> None:
-        self.choices, self.charge, self.length = choices, charge, length
-        self.sums: list[_Sums] = []
-        for one in _at_each_price(choices, charge, several):
-            if not self.sums or not np.array_equal(one.fates, self.sums[-1].fates):
-                self.sums.append(one)
+        self.choices, self.charge, self.length, self.several = choices, charge, length, several
+
+    def at(self, price: int) -> _Sums:
+        """The sums at the price of this number."""
+        last = _PRICES[price if self.several else 0]
+        return _Sums(self.choices, _PRICES[price], last, self.charge)
+
+    @cached_property
+    def first(self) -> _Sums:
+        """The sums at the lowest price."""
+        return self.at(0)
+
+    @cached_property
+    def sums(self) -> list[_Sums]:
+        """Those of each price. Of a range at whose ends the fates are the same, those at one."""
+        last = len(_PRICES) - 1
+        found, ranges = {0: self.first, last: self.at(last)}, [(0, last)]
+        while ranges:
+            low, high = ranges.pop()
+            if high - low > 1 and not np.array_equal(found[low].fates, found[high].fates):
+                middle = (low + high) // 2
+                found[middle] = self.at(middle)
+                ranges += [(low, middle), (middle, high)]
+        rest = pairwise(found[at] for at in sorted(found))
+        return [self.first, *(b for a, b in rest if not np.array_equal(a.fates, b.fates))]
 
     def fates(self, point: Point) -> list[Fate]:
         """The fate of each value at a point of this length."""
-        found = self.sums[point.which].fates
+        found = self.sums[point.which].fates if point.which else self.first.fates
         if point.border:
             before = self.sums[point.which + 1].fates
             found = np.where(self.choices.places < point.border, before, found)
         return as_fates(found)
+
+    def free(self, length: int) -> Point:
+        """The point at the lowest price."""
+        one = self.first
+        peak = max(map(sum, zip(accumulate(one.kept), one.again)))
+        return Point(peak, sum(one.seconds), sum(one.kept), sum(one.sent), length, 0, 0)
 
     def points(self, length: int) -> Iterator[Point]:
         """A point for each price, and for each border between two."""
@@ -291,30 +327,14 @@ class _Length:
         return max(one.total[1] + one.price * (one.total[0] - kept) for one in self.sums)
 
 
-def _at_each_price(choices: Choices, charge: float, several: bool) -> list[_Sums]:
-    """The sums at each price. Of a range at whose ends the fates are the same, those at an end."""
-
-    def sums(at: int) -> _Sums:
-        return _Sums(choices, _PRICES[at], _PRICES[at if several else 0], charge)
-
-    last = len(_PRICES) - 1
-    found = {at: sums(at) for at in (0, last)}
-    ranges = [(0, last)]
-    while ranges:
-        low, high = ranges.pop()
-        if high - low > 1 and not np.array_equal(found[low].fates, found[high].fates):
-            middle = (low + high) // 2
-            found[middle] = sums(middle)
-            ranges += [(low, middle), (middle, high)]
-    return [found[at] for at in sorted(found)]
-
-
 def _undominated(points: Sequence[Point]) -> list[Point]:
     """Those that no other is quicker and smaller than, by rising seconds."""
     found: list[Point] = []
-    for one in sorted(
-        points, key=lambda one: (one.seconds, one.peak, one.host, one.length, one.border)
-    ):
+    for one in sorted(points, key=_order):
         if not found or one.peak < found[-1].peak:
             found.append(one)
     return found
+
+
+def _order(one: Point) -> tuple[float, int, int, int, int]:
+    return one.seconds, one.peak, one.host, one.length, one.border

@@ -86,7 +86,7 @@ def part_trade(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluste
     values, points = choices.values, choices.points
     if not points:
         return PartTrade({}, ())
-    kept = {value_text(one.key): nbytes for one, nbytes, _ in choices.kept_at(0)}
+    kept = {value_text(one.key): nbytes for one, nbytes, _ in choices.kept()}
     segments = segments_of(values)
     last = sum(kept[value_text(v.key)] for v, s in zip(values, segments) if s == segments[-1])
     forward, most = sum(one.seconds for one in values), points[0].kept - last
