@@ -87,9 +87,7 @@ def main() -> int:
             if known.get((name, args.meshes[0]), {}).get("said") == "not tiny":
                 continue  # nor on the others
             drawn = random.Random(f"{args.seed} {name} {mesh}").random() < PROCESSES
-            said, why = (None if drawn else by_threads(name, mesh)) or row(
-                pool, name, mesh, args.patience
-            )
+            said, why = by_threads(name, mesh, drawn) or row(pool, name, mesh, args.patience)
             why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # paths of one machine
             known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
             with args.results.open("a") as file:
@@ -131,14 +129,15 @@ def _subject(name: str, mesh: str) -> Any:
     return ("", "") if mesh == "ep" and not tiny_models.has_experts(model) else (model, batch)
 
 
-def by_threads(name: str, mesh: str) -> tuple[str, str] | None:
-    """What is said of an architecture whose ranks are threads; None where only processes can."""
-    if mesh == "pp":
-        return None
+def by_threads(name: str, mesh: str, drawn: bool = False) -> tuple[str, str] | None:
+    """What is said of an architecture whose ranks are threads; None where only processes can say
+    it, or were `drawn` to."""
     torch._dynamo.reset()
     made = _subject(name, mesh)
     if isinstance(made[0], str):
         return made
+    if mesh == "pp" or drawn:
+        return None
     model, batch = made
     for dtype in (None, torch.float64):
         try:

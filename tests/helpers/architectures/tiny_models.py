@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from tiny_search import Draft
 from torch import nn
 
 HIDDEN = 32
+LONGEST = 30.0
+"""Seconds of this process that a step of a tiny model takes at most: a model of speech may make
+minutes of sound of four words."""
 WAYS = ("widths", "heads", "counts")
 
 TASKS = {
@@ -82,6 +86,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
             model = tiny_search.made(draft, {})
             batch = _first_that_runs(model)
             return tiny_search.made(draft, {}) if _keeps_states(model) else model, batch
+        except TimeoutError as error:
+            raise ValueError(str(error)) from error
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
     values, batch, why = _searched(name)
@@ -116,7 +122,8 @@ def _keeps_states(model: nn.Module) -> bool:
 
 
 def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The batch of what the model asks for first, or else of all it knows."""
+    """The batch of what the model asks for first, or else of all it knows. Raises TimeoutError."""
+    start = time.process_time()
     try:
         loss_of(model(**batch_of(model))).backward()
         whole = False
@@ -124,6 +131,8 @@ def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:
         loss_of(model(**batch_of(model, whole=True))).backward()
         whole = True
     model.zero_grad()
+    if (taken := time.process_time() - start) > LONGEST:
+        raise TimeoutError(f"a step of it takes {taken:.0f} s")
     return batch_of(model, whole=whole)
 
 
