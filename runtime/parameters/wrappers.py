@@ -240,10 +240,18 @@ def _refuse_stored(what: str, module: nn.Module, remedy: str) -> None:
             )
 
 
+def _whole_in_graph(x: StoredTensor) -> torch.Tensor:
+    """A view: what is read in a graph is the whole."""
+    return x.view_as(x)
+
+
 def _refuse_operands(original: Callable[..., Any], operands: Any, *args: Any) -> Any:
     """Raise where a transform of torch.func would wrap a stored tensor: torch's operators then see
-    a DTensor beside plain tensors, and the gradient would be one of this rank's batch."""
-    if not torch.compiler.is_dynamo_compiling():
+    a DTensor beside plain tensors, and the gradient would be one of this rank's batch. In a graph
+    it wraps the whole."""
+    if torch.compiler.is_dynamo_compiling():
+        operands = pytree.tree_map_only(StoredTensor, _whole_in_graph, operands)
+    else:
         _check_operands("differentiates or wraps", pytree.tree_leaves(operands))
     return original(operands, *args)
 
@@ -252,7 +260,9 @@ def _refuse_mapped(
     original: Callable[..., Any], dims: Any, values: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """As `_refuse_operands`, of what vmap maps."""
-    if not torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        values = pytree.tree_map_only(StoredTensor, _whole_in_graph, values)
+    else:
         _check_operands("maps", [v for d, v in zip(dims, values) if d is not None])
     return original(dims, values, *args, **kwargs)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
 
 from autoshard.errors import AutoshardError
-from scenarios.job import Job, Net
+from scenarios.job import WIDTH, Job, Net
 
 
 def _stored(job: Job) -> tuple[Net, Any]:
@@ -107,6 +107,36 @@ def transforms(job: Job) -> None:
     }
     for name, value in found.items():
         job.record(name, job.everyone(value.square().sum()) * job.ranks)
+
+
+class _Adapted(nn.Module):
+    """A step on an inner loss in each forward (MAML; of rows that all ranks have), and a map over
+    a parameter's rows."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("support", torch.linspace(-1.0, 1.0, 2 * WIDTH).view(2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = dict(self.net.named_parameters())
+
+        def inner(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return functional_call(self.net, values, (self.support,)).square().mean()
+
+        slopes = grad(inner)(own)
+        adapted = {name: value - 0.1 * slopes[name] for name, value in own.items()}
+        y: torch.Tensor = functional_call(self.net, adapted, (x,))
+        return y + vmap(lambda row: row["up.bias"].square())({"up.bias": own["up.bias"]}).sum()
+
+
+def transforms_in_a_graph(job: Job) -> None:
+    """torch.func over the parameters themselves, in a forward that is compiled."""
+    model = _Adapted(job.net())
+    compiled = job.compile(model)
+    job.train(compiled, torch.optim.SGD(model.parameters(), lr=0.1))
+    job.is_stored(model, "net.up.weight")
+    job.record_model(model)
 
 
 def several_ways(job: Job) -> None:

@@ -101,6 +101,7 @@ DERIVATIVES: dict[str, Scenario] = {
     "products with the Hessian": derivatives.hessian_products,
     "gradient penalties, inner=eager": derivatives.recorded_by_autograd,
     "torch.func over a stored model": derivatives.transforms,
+    "torch.func over parameters, in a graph": derivatives.transforms_in_a_graph,
     "autograd.grad in several ways": derivatives.several_ways,
 }
 
