@@ -9,12 +9,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from autoshard.capture import capture, intercept
-from autoshard.cli.arguments import fitted
+from autoshard.cli.arguments import roomier
 from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, search_meshes
@@ -252,28 +253,23 @@ def _pipeline(
     return total, memory, times.idle
 
 
-def proposed(
-    row: Row, body: Mapping[str, Any], machine: Cluster
-) -> tuple[MeshSearch, dict[str, Any]]:
-    """What `autoshard plan` proposes for a row's whole model, world and global batch, and the
+def proposed(row: Row, body: Mapping[str, Any], machine: Cluster) -> MeshSearch:
+    """What `autoshard plan` proposes for a row's whole model, world and global batch, with the
     options that it takes so that one fits. Which layers are computed again, and what is kept of a
     weight, is the search's own choice."""
     few = few_layers(body, row.length, cut=False)
     model, args, kwargs = build(few, 1, row.length, "none", lora_of(row), is_of_attention(row))
 
-    def search(options: dict[str, Any]) -> MeshSearch:
-        return search_meshes(
-            model,
-            args,
-            kwargs,
-            world=row.world,
-            hardware=of_program(machine, row),
-            training=training_of(row),
-            global_batch=samples_of(row),
-            **options,
-        )
-
-    return fitted(search, {})
+    return search_meshes(
+        model,
+        args,
+        kwargs,
+        world=row.world,
+        hardware=of_program(machine, row),
+        training=training_of(row),
+        global_batch=samples_of(row),
+        otherwise=partial(roomier, {}),
+    )
 
 
 def samples_of(row: Row) -> int:

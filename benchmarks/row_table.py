@@ -115,7 +115,7 @@ def proposal(row: Row, body: Mapping[str, Any]) -> list[str]:
 
 def _proposal(row: Row, body: Mapping[str, Any], machine: Cluster) -> list[str]:
     start = time.process_time()
-    found, options = proposed(row, body, machine)
+    found = proposed(row, body, machine)
     best, took = found.best, f"{time.process_time() - start:.0f}"
     if best is None:
         return ["", "", "", "", "", "nothing fits", took]
@@ -124,7 +124,7 @@ def _proposal(row: Row, body: Mapping[str, Any], machine: Cluster) -> list[str]:
         how.append(" ".join(map(str, best.pipeline.order)))
     if best.recomputation:
         how.append(f"{best.recomputation.spared / 2**30:.1f} GiB computed again")
-    how += [f"{name}={value}" for name, value in options.get("memory", {}).items()]
+    how += [f"{name}={value}" for name, value in found.options.get("memory", {}).items()]
     tokens = samples_of(row) * row.length / best.timing.step / row.world
     mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.items())
     held = f"{best.memory.total / 2**30:.1f}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoshard.errors import AutoshardError, ConfigError
+from autoshard.errors import ConfigError
 from autoshard.runtime.files import MOST_RANKS
 
 if TYPE_CHECKING:
@@ -170,19 +169,6 @@ def roomier(options: Mapping[str, Any], found: MeshSearch) -> Iterator[dict[str,
         if value is not None and given.get(name) in (None, "auto"):
             more[name] = value
             yield with_fields(options, **more)
-
-
-def fitted(
-    search: Callable[[dict[str, Any]], MeshSearch], options: dict[str, Any]
-) -> tuple[MeshSearch, dict[str, Any]]:
-    """A search with these options, or the first with `roomier` ones that finds what fits; and the
-    options."""
-    found = search(options)
-    for more in roomier(options, found):
-        with contextlib.suppress(AutoshardError):  # a mesh that does not go with them
-            if (other := search(more)).best is not None:
-                return other, more
-    return found, options
 
 
 _FLAGS: dict[str, dict[str, Any]] = {

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,9 +15,9 @@ from autoshard.cli.arguments import (
     ProgressLine,
     assumed,
     batch_size,
-    fitted,
     imbalance,
     options_and_entries,
+    roomier,
     shared_arguments,
     with_fields,
     world_size,
@@ -120,11 +121,9 @@ def run(arguments: argparse.Namespace) -> None:
     asked["hardware"] = DEFAULT_HARDWARE if arguments.hardware is None else arguments.hardware
     asked["global_batch"] = arguments.global_batch
 
-    def search(given: Mapping[str, Any]) -> MeshSearch:
-        more = {**asked, **given, "progress": ProgressLine()}
-        return search_meshes(call.model, call.args, call.kwargs, **more)
-
-    found, options = fitted(search, options)
+    asked |= {"progress": ProgressLine(), "otherwise": partial(roomier, options)}
+    found = search_meshes(call.model, call.args, call.kwargs, **asked, **options)
+    options = found.options
     if arguments.json:
         used = {"memory": options.get("memory", {})}  # given, or taken where nothing fits otherwise
         print(json.dumps({**as_json(found), **used}, indent=1))

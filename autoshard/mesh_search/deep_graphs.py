@@ -12,8 +12,10 @@ from torch import fx
 from autoshard.compiling import label, tandem_repeats
 from autoshard.mesh_search.factorisations import AxisSizes, PlanAxes
 from autoshard.mesh_search.stages import StageOrder
+from autoshard.planning import value
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import MUTATED
+from autoshard.runtime.operators import PRODUCTS
 
 KEPT = 3
 FEWEST = 12
@@ -110,3 +112,18 @@ def _cut(
     )
     shared = frozenset.intersection(*weights)
     return Shallow(short, kept, tuple(one - shared for one in weights), len(layers))
+
+
+def experts_of(captured: fx.GraphModule) -> int:
+    """How many experts the mixtures of a graph have; 0 where it has none."""
+    of = (node.args[1] for node in captured.graph.nodes if str(node.target) in PRODUCTS)
+    return max((value(stack).shape[0] for stack in of if isinstance(stack, fx.Node)), default=0)
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a captured graph that passes may rewrite; the values are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made

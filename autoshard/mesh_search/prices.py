@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autoshard.building import Planned
 from autoshard.errors import PlanError
@@ -98,11 +99,13 @@ class MeshPrice:
 
 @dataclass(frozen=True)
 class MeshSearch:
-    """All meshes tried: `rows`, those that fit first, then by the work a second does."""
+    """All meshes tried: `rows`, those that fit first, then by the work a second does. options: of
+    `Config`, with which they were."""
 
     rows: tuple[MeshPrice, ...]
     cluster: Cluster
     world: int
+    options: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(rows: Iterable[MeshPrice], machine: Cluster, world: int) -> MeshSearch:

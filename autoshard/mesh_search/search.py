@@ -24,7 +24,7 @@ import contextlib
 import gc
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -38,7 +38,7 @@ from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.mesh_search.deep_graphs import Shallow, shallow
+from autoshard.mesh_search.deep_graphs import Shallow, copied, experts_of, shallow
 from autoshard.mesh_search.equal_layers import Priced, worth_a_plan
 from autoshard.mesh_search.factorisations import (
     Asked,
@@ -156,6 +156,7 @@ def search_meshes(
     batches: int | None = None,
     global_batch: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    otherwise: Callable[[MeshSearch], Iterable[dict[str, Any]]] = lambda found: (),
     **options: Any,
 ) -> MeshSearch:
     """Try the meshes of `world` ranks for training `model` on batches like `args` and `kwargs`.
@@ -172,30 +173,42 @@ def search_meshes(
         in micro-batches of the size that is best for each mesh, whatever that of `args` and
         `kwargs` and the microbatches of `training`. progress: called with (what begins, its number,
         steps in all). options: any other field of `autoshard.Config`; `memory_budget` is of the
-        whole rank.
+        whole rank. otherwise: other options for what was found, such as of memory, which do not
+        change the trace: those are taken that first find what fits.
 
     Raises ConfigError for a mesh that does not fit the world, and what `trace` raises.
     """
     machine = cluster(hardware)
     settings = Config.from_options(options)
-    given = (machine, settings, training, batches, progress, global_batch)
 
     def search(
         gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
     ) -> MeshSearch:
         say("capturing", 2, steps)
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
-        if mesh is not None:
-            return search_captured(captured, inputs, [checked(mesh, world)], *given)
-        every = [*meshes, *combined(world, machine, _experts(captured))]
-        short, chosen = shallow(captured, inputs), None
-        if short is not None:
-            say("comparing meshes by a layer", 2, steps)
-            asked = _asked(*given[:4], len(every), global_batch)
-            chosen = _worth_a_plan(every, short, asked, machine)
-        return search_captured(captured, inputs, every, *given, chosen)
+        short = shallow(captured, inputs) if mesh is None else None
+        more = combined(world, machine, experts_of(captured)) if mesh is None else []
+        every = [*meshes, *more]
 
-    meshes = [checked(mesh, world)] if mesh else candidates(world, machine, AXES, stages=True)
+        def searched(options: dict[str, Any]) -> MeshSearch:
+            chosen, config = None, Config.from_options(options)
+            given = (machine, config, training, batches, progress, global_batch)
+            if short is not None:
+                say("comparing meshes by a layer", 2, steps)
+                asked = _asked(*given[:4], len(every), global_batch)
+                chosen = _worth_a_plan(every, short, asked, machine)
+            found = search_captured(captured, inputs, every, *given, chosen)
+            return replace(found, options=options)
+
+        found = searched(options)
+        for each in otherwise(found):
+            with contextlib.suppress(AutoshardError):  # a mesh that does not go with them
+                if (other := searched(each)).best is not None:
+                    return other
+        return found
+
+    asked_for = [checked(mesh, world)] if mesh is not None else None
+    meshes = asked_for or candidates(world, machine, AXES, stages=True)
     # Whether rows can travel to experts is known when the graph is captured.
     plain = [one for one in meshes if "ep" not in one] or meshes
     plain = plain if mesh else [*plain, *combined(world, machine)]
@@ -226,12 +239,6 @@ def _worth_a_plan(
         alike = [m for m in meshes if "pp" not in m and planned_axes(m, asked.config) == one.plan]
         chosen.setdefault(one.batch, []).extend([one.mesh] if "pp" in one.mesh else alike)
     return chosen
-
-
-def _experts(captured: fx.GraphModule) -> int:
-    """How many experts the mixtures of a graph have; 0 where it has none."""
-    of = (node.args[1] for node in captured.graph.nodes if str(node.target) in PRODUCTS)
-    return max((value(stack).shape[0] for stack in of if isinstance(stack, fx.Node)), default=0)
 
 
 @contextlib.contextmanager
@@ -388,12 +395,3 @@ def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:
 
 
 def _silent(what: str, done: int, total: int) -> None: ...
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a captured graph that passes may rewrite; the values are shared."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    return made

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 import autoshard
 from autoshard.cli import main
 from autoshard.cli.arguments import ProgressLine
+from autoshard.mesh_search import search
 from autoshard.planning.cost.clusters import cluster
 
 FACTORY = """
@@ -195,11 +197,16 @@ def llama(mesh: str, world: int, words: int, length: int) -> list[str]:
 
 
 def test_logits_are_withheld_where_nothing_fits_otherwise(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By one trace of the model."""
+    traces = mock.Mock(wraps=search.capture)
+    monkeypatch.setattr(search, "capture", traces)
     asked = [*llama("cp=2", 2, 4096, 2048), "--sequence", "2048"]
     for budget, options in ((100_000_000, ""), (12_000_000, ", 'memory': {'chunk_loss': True}")):
+        traces.reset_mock()
         assert main([*asked, "--option", f"memory.budget={budget}"]) == 0
+        assert traces.call_count == 1
         said = capsys.readouterr().out
         assert f"options={{'plan': 'plan.json'{options}}}" in said
         assert ("losses by chunks of rows: cp=2" in said) == bool(options)
