@@ -3,7 +3,7 @@ does by them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import fx
 
 from autoshard.compiling import label, tandem_repeats
 from autoshard.mesh_search.factorisations import AxisSizes, PlanAxes
+from autoshard.mesh_search.prices import GAIN
 from autoshard.mesh_search.stages import StageOrder
 from autoshard.planning import value
 from autoshard.runtime import compat
@@ -20,6 +21,9 @@ from autoshard.runtime.operators import PRODUCTS
 KEPT = 3
 FEWEST = 12
 """Equal layers below which the whole graph is planned at once."""
+
+PLANS = 3
+"""Of a deep graph, how many plans are made whole."""
 
 
 class Screened(NamedTuple):
@@ -32,6 +36,16 @@ class Screened(NamedTuple):
     fits: bool
     plan: PlanAxes
     batch: int
+
+    @property
+    def place(self) -> tuple[bool, float]:
+        """Lower for a better mesh."""
+        return not self.fits, -self.rate
+
+    def is_quicker(self, before: Screened) -> bool:
+        """Whether a mesh is better than another of its plan, as `MeshPrice.is_quicker` has it."""
+        gain = GAIN if self.batch > before.batch else 1.0
+        return self._replace(rate=self.rate / gain).place < before.place
 
 
 @dataclass(frozen=True)
@@ -127,3 +141,12 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     made = fx.GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
+
+
+def of_plans(found: Iterable[Screened]) -> dict[object, Screened]:
+    """The best mesh of each of the best plans."""
+    best: dict[object, Screened] = {}
+    for one in sorted(found, key=lambda one: one.place):
+        if len(best) < PLANS:
+            best.setdefault((one.plan, one.batch), one)
+    return best

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from autoshard.errors import AutoshardError
-from autoshard.mesh_search.deep_graphs import Screened, Shallow
+from autoshard.mesh_search.deep_graphs import PLANS, Screened, Shallow, of_plans
 from autoshard.mesh_search.factorisations import (
     Asked,
     AxisSizes,
@@ -27,8 +27,8 @@ from autoshard.mesh_search.factorisations import (
     most_done,
     planned_axes,
 )
-from autoshard.mesh_search.prices import GAIN, MeshPrices
-from autoshard.mesh_search.rank_stages import StageSpan, cut_units, joined, pass_seconds
+from autoshard.mesh_search.prices import MeshPrices
+from autoshard.mesh_search.rank_stages import CutLayers, StageSpan, cut_units, joined, pass_seconds
 from autoshard.mesh_search.stages import RankCosts, Scheduled, StageOrder, step_of
 from autoshard.planning import Decisions
 from autoshard.planning.cost import WAIT_SECONDS
@@ -36,15 +36,15 @@ from autoshard.planning.estimate import (
     Footprint,
     Profile,
     SavedForBackward,
+    Sent,
+    data_collectives,
     footprint,
+    seconds,
     timing,
     waits_of,
 )
 from autoshard.runtime.mesh import PLANNED
 from autoshard.runtime.pipeline import ScheduleShape, is_possible, kept_at_once
-
-PLANS = 3
-"""Of a deep graph, how many plans are made whole."""
 
 
 class _LayerChoice(NamedTuple):
@@ -61,15 +61,6 @@ Priced = Callable[[PlanAxes, Decisions | None], MeshPrices]
 Took = dict[int, tuple[float, float]]
 
 
-class _CutLayers(NamedTuple):
-    """The layers of each stage; of each rank its profile, and the layers between that it keeps, of
-    all micro-batches that are there at once."""
-
-    spans: list[Sequence[int]]
-    parts: list[Profile]
-    layers: list[int]
-
-
 class Layers:
     """A planned shallow graph as layers: the first, one between and the last."""
 
@@ -78,7 +69,7 @@ class Layers:
         self.between = short.count - 2
         self._joined: dict[tuple[object, ...], Profile] = {}
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._cuts: dict[tuple[object, ...], _CutLayers | None] = {}
+        self._cuts: dict[tuple[object, ...], CutLayers | None] = {}
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -157,6 +148,15 @@ class Layers:
                 return one.seconds + max(0.0, part) * (other.seconds - one.seconds)
         return None
 
+    def may_hold(self, mesh: AxisSizes, samples: int) -> bool:
+        """Whether a mesh without pp fits with so many samples in a micro-batch: activations are in
+        proportion to them."""
+        held = footprint(self.whole, self.asked.layout(mesh), self.asked.training_on(mesh))
+        room = self.asked.limit - held.total + held.activations
+        less = int(room * (1 - self.asked.batch / samples))
+        more = self.again(replace(held, activations=held.activations + less), self.between)
+        return room > 0 and more is not None
+
     def passes(self, mesh: AxisSizes) -> tuple[float, float]:
         """Seconds of a micro-batch in all layers: what a rank computes, and what it waits for on
         the planned axes."""
@@ -175,12 +175,29 @@ class Layers:
 
     def at_most(self, mesh: AxisSizes) -> tuple[bool, float]:
         """Whether a mesh may fit, and the most samples a second and rank: what its passes take, and
-        what it stores, are not less."""
+        what it stores and sends, are not less."""
         layout = self.asked.layout(mesh)
         held = [footprint(part, layout, self.asked.training) for part in self.parts]
         stored = [one.parameters + one.gradients + one.optimizer for one in held]
         least = (stored[0] + self.between * stored[1] + stored[2]) / mesh.get("pp", 1)
-        return least <= self.asked.limit, most_done(mesh, self.asked, sum(self.passes(mesh)))
+        most = most_done(mesh, self.asked, sum(self.passes(mesh)), self.data(mesh, self.asked))
+        return least <= self.asked.limit, most
+
+    def data(self, mesh: AxisSizes, asked: Asked) -> float:
+        """The least seconds of a step for what data-parallel axes send: all layers at once."""
+        layout, links = asked.layout(mesh), self.choices.machine.on(mesh).real_links
+        axes, often = {**self.choices.stages.ranks, **layout.ranks}, (1, self.between, 1)
+        sent: dict[Sent, int] = {}
+        for part, layers in zip(self.parts, often):
+            used = [weight for weight in part.weights if weight.use is not None]
+            for one in data_collectives(used, layout, asked.training):
+                kind = one._replace(at=0, nbytes=0)
+                sent[kind] = sent.get(kind, 0) + layers * one.nbytes
+        times, found = asked.count(mesh) if mesh.get("pp", 1) == 1 else 1, 0.0
+        for kind, nbytes in sent.items():
+            again = 1 if layout.deferred and kind.op != "all_gather" else times
+            found += again * seconds(kind._replace(nbytes=nbytes), axes, links)
+        return found
 
     def screened(self, mesh: AxisSizes) -> Screened | None:
         """A mesh by its layers; None where it has more stages than there are layers."""
@@ -200,14 +217,14 @@ class Layers:
 
     def _cut(
         self, order: StageOrder, ranks: int, count: int, took: Took, over: float
-    ) -> _CutLayers | None:
+    ) -> CutLayers | None:
         """The stages of `ranks` ranks; None where an order has none. took: seconds of the first
         layer, one between and the last, forward and backward. Alike for data-parallel layouts."""
         key = order, ranks, count, tuple(took.items()), over
         if key in self._cuts:
             return self._cuts[key]
         (schedule, chunks), units = order, [0, *[1] * self.between, 2]
-        found: _CutLayers | None = None
+        found: CutLayers | None = None
         shape = ScheduleShape(ranks, count, chunks)
         possible = is_possible(schedule, shape)
         spans = cut_units(units, took, over, ranks * chunks, count) if possible else None
@@ -218,7 +235,7 @@ class Layers:
                 sum(units.count(1) * times for units, times in zip(*each))
                 for each in zip(own, live)
             ]
-            found = _CutLayers(spans, list(map(self.joined, own, live)), layers)
+            found = CutLayers(spans, list(map(self.joined, own, live)), layers)
         return self._cuts.setdefault(key, found)
 
     def _pipeline(self, mesh: AxisSizes, order: StageOrder, costs: RankCosts) -> Screened | None:
@@ -263,10 +280,10 @@ class _Plans:
     """The plans of the layers of a micro-batch, made as they are asked for."""
 
     def __init__(self, asked: Asked, short: Shallow, prices: Priced, before: _Plans | None) -> None:
-        """before: of a smaller micro-batch, whose plans of an outer axis are followed."""
+        """before: of smaller micro-batches, whose plans of an outer axis are followed."""
         self.asked, self.given = asked, (short, prices)
         self.known: dict[PlanAxes, Layers | None] = {}
-        self.before: dict[PlanAxes, Layers | None] = {} if before is None else before.known
+        self.before = {} if before is None else {**before.before, **before.known}
 
     def of(self, key: PlanAxes) -> Layers | None:
         if key not in self.known:
@@ -285,7 +302,7 @@ class _Plans:
                 heapq.heappush(waiting, (*bound, i, known))
 
         for i in range(len(meshes)):
-            wait(i, known)
+            wait(i, known and planned_axes(meshes[i], self.asked.config) not in self.before)
         while waiting:
             impossible, rate, i, exact = heapq.heappop(waiting)
             layers = self.of(planned_axes(meshes[i], self.asked.config)) if exact else None
@@ -295,9 +312,9 @@ class _Plans:
 
     def _bound(self, mesh: AxisSizes, known: bool) -> tuple[bool, float] | None:
         """Whether a mesh may not fit, and the most it does, as a negative number. known: by its own
-        plan; else by those of tp alone, and of its other axis where that is made: on both a rank
-        computes its part of what it would on one, and waits no less for either. None: there is no
-        such plan."""
+        plan; else by that of a smaller micro-batch, which sends as much on data-parallel axes, and
+        by those of tp alone, and of its other axis where that is made: on both a rank computes its
+        part of what it would on one, and waits no less for either. None: there is no such plan."""
         key = planned_axes(mesh, self.asked.config)
         if known:
             if (layers := self.of(key)) is None:
@@ -311,8 +328,20 @@ class _Plans:
                 parts = shared // dict(key)[name] if name in PLANNED else shared
                 took, waits = layers.passes(mesh)
                 compute, waited = max(compute, took / parts), waited + waits / parts
-        seconds = compute + waited
-        return False, -most_done(mesh, self.asked, seconds) if seconds else -math.inf
+        before = self.before.get(key)
+        data = before.data(mesh, self.asked) if before else 0.0
+        return False, -most_done(mesh, self.asked, compute + waited, data)
+
+    def may_gain(self, mesh: AxisSizes, least: float) -> bool:
+        """Whether a mesh that was not priced may do so much with a larger micro-batch, and fit:
+        what kept it from that is what data-parallel axes send, then for more samples at once."""
+        key = planned_axes(mesh, self.asked.config)
+        layers = self.known.get(key, self.before.get(key))
+        if layers is None or not layers.at_most(mesh)[0]:
+            return False
+        if key in self.known and most_done(mesh, self.asked, sum(layers.passes(mesh))) < least:
+            return False
+        return "pp" in mesh or layers.may_hold(mesh, 2 * self.asked.batch)
 
 
 def worth_a_plan(
@@ -325,7 +354,7 @@ def worth_a_plan(
     of: the shallow graph of a micro-batch, and its plans. Meshes are tried in the order of what
     they do at most, until no other can be among the best: those of one planned axis first, so that
     of two axes only those are planned that may do more. And those of a plan with a larger
-    micro-batch while that is quicker.
+    micro-batch while that is quicker, or may be for the first time.
     """
     best: dict[object, Screened] = {}
     plans: _Plans | None = None
@@ -338,21 +367,25 @@ def worth_a_plan(
         meshes = [mesh for mesh in meshes if sized.count(mesh)]
         if not meshes:
             break
-        plans = _Plans(sized, *of(sized), plans)
+        plans, least, priced = _Plans(sized, *of(sized), plans), 0.0, list[AxisSizes]()
         for known in (True, False):
             some = [m for m in meshes if known != bool(apart(planned_axes(m, asked.config)))]
             for impossible, rate, mesh, layers in plans.in_order(some, known):
-                found = _of_plans(best.values())
+                found = of_plans(best.values())
                 if len(found) == PLANS and all(one.fits for one in found.values()):
-                    if impossible or rate < min(one.rate for one in found.values()):
+                    least = min(one.rate for one in found.values())
+                    if impossible or rate < least:
                         break
                 one = None if layers is None else layers.screened(mesh)
-                if one is not None and _is_quicker(one, best.setdefault(at(mesh), one)):
+                priced += [mesh] * (layers is not None)
+                if one is not None and one.is_quicker(best.setdefault(at(mesh), one)):
                     best[at(mesh)] = one
         larger = {key for key, one in best.items() if one.fits and one.batch == size}
-        meshes = [mesh for mesh in meshes if at(mesh) in larger]
-    every = sorted([one for one in best.values() if one.fits] or best.values(), key=_order)
-    chosen = _of_plans(every)
+        others = [m for m in meshes if m not in priced and plans.may_gain(m, least)]
+        meshes = [m for m in meshes if at(m) in larger or m in others]
+    every = [one for one in best.values() if one.fits] or list(best.values())
+    every.sort(key=lambda one: one.place)
+    chosen = of_plans(every)
     return [one for one in every if (one.plan, one.batch) in chosen]
 
 
@@ -364,22 +397,3 @@ def _layers(key: PlanAxes, short: Shallow, prices: Priced, known: Layers | None)
     except AutoshardError:
         return _layers(key, short, prices, None) if outer else None
     return Layers(choices, short) if choices.free.exchanges or "ep" not in dict(key) else None
-
-
-def _of_plans(found: Iterable[Screened]) -> dict[object, Screened]:
-    """The best mesh of each of the best plans."""
-    best: dict[object, Screened] = {}
-    for one in sorted(found, key=_order):
-        if len(best) < PLANS:
-            best.setdefault((one.plan, one.batch), one)
-    return best
-
-
-def _order(one: Screened) -> tuple[bool, float]:
-    return not one.fits, -one.rate
-
-
-def _is_quicker(one: Screened, before: Screened) -> bool:
-    """Whether a mesh is better than another of its plan, as `MeshPrice.is_quicker` has it."""
-    gain = GAIN if one.batch > before.batch else 1.0
-    return _order(one._replace(rate=one.rate / gain)) < _order(before)

@@ -191,11 +191,14 @@ def apart(key: PlanAxes) -> dict[str, PlanAxes]:
     return found
 
 
-def most_done(mesh: AxisSizes, asked: Asked, seconds: float) -> float:
+def most_done(mesh: AxisSizes, asked: Asked, seconds: float, data: float = 0.0) -> float:
     """The most samples a second and rank where a micro-batch takes so long in all layers: stages
-    wait at least as long as those of equal length."""
-    pp, ranks = mesh.get("pp", 1), math.prod(mesh.values())
+    wait at least as long as those of equal length. data: seconds of a step for what data-parallel
+    axes send, beside which nothing runs with pp, and without all that may."""
+    pp, ranks, data = mesh.get("pp", 1), math.prod(mesh.values()), data / asked.count(mesh)
     if pp > 1:
         chunks = max(chunks for _, chunks in asked.orders)
         seconds *= 1 + (pp - 1) / (chunks * asked.count(mesh))
-    return pp * asked.batch * asked.layout(mesh).batches / (seconds * ranks)
+    seconds = seconds + data if pp > 1 else max(seconds, data)
+    samples = pp * asked.batch * asked.layout(mesh).batches
+    return samples / (seconds * ranks) if seconds else math.inf

@@ -163,3 +163,12 @@ def _text(one: RankValue) -> tuple[object, ...]:
         *(one.nbytes, one.inner, one.seconds, one.sources, one.needed, one.once, one.held),
         one.again,
     )
+
+
+class CutLayers(NamedTuple):
+    """The layers of each stage; of each rank its profile, and the layers between that it keeps, of
+    all micro-batches that are there at once."""
+
+    spans: list[Sequence[int]]
+    parts: list[Profile]
+    layers: list[int]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +125,19 @@ def test_a_deep_search_is_no_worse_than_any_mesh(monkeypatch: pytest.MonkeyPatch
             assert pipeline.order[0] == "interleaved" and row.timing.step < named.timing.step
 
 
+def test_what_data_parallel_axes_send_leaves_fewer_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same proposal: a larger micro-batch, which sends it less often, is tried later."""
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", 8)
+    plans = mock.Mock(wraps=equal_layers._layers)
+    monkeypatch.setattr(equal_layers, "_layers", plans)
+    few, count = search(12, 8, global_batch=128), plans.call_count
+    monkeypatch.setattr(Layers, "data", lambda *_: 0.0)
+    plans.reset_mock()
+    every = search(12, 8, global_batch=128)
+    assert count < plans.call_count and few.best and every.best
+    assert few.best.mesh == every.best.mesh and few.best.mfu == every.best.mfu
+
+
 Chain = Callable[..., tuple[torch.Tensor]]
 
 
@@ -205,6 +220,7 @@ def test_meshes_worth_a_plan_are_the_best_of_all(
     def layers(key: Any, *_: Any) -> Any:
         made.append(key)
         most = SimpleNamespace(at_most=lambda one: bounds[meshes.index(one)], screened=screened)
+        most.passes = lambda one: (math.inf, 0.0)
         return most if key != (("tp", 7),) else None
 
     def planned(mesh: Axes) -> Any:
