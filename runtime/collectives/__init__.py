@@ -31,6 +31,7 @@ from autoshard.runtime.collectives.redistribution import (
     all_gather,
     all_reduce,
     all_to_all,
+    broadcast,
     convert,
     redistribute,
     reduce_wide,

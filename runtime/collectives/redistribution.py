@@ -1,4 +1,4 @@
-"""State changes: one function over one autograd.Function, and the four collectives under it.
+"""State changes: one function over one autograd.Function, and the collectives under it.
 
 `redistribute(x, src, dst, axis)` moves a value from one placement state to another. Its forward
 converts the value, its backward converts the gradient the other way; the table in
@@ -68,6 +68,14 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.group.startswith(lockstep.PREFIX):
         return torch.cat(lockstep.exchange(axis, f"all_gather {tuple(x.shape)}", x))
     return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), axis.size, axis.group))
+
+
+@_as_real
+def broadcast(x: torch.Tensor, source: int, axis: Axis) -> torch.Tensor:
+    """The value of rank `source`; on the others `x` says its shape."""
+    if axis.group.startswith(lockstep.PREFIX):
+        return lockstep.exchange(axis, f"broadcast {tuple(x.shape)}", x)[source]
+    return _c10d.wait_tensor(_c10d.broadcast(x.contiguous(), source, axis.group))
 
 
 @_as_real

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from autoshard.runtime import compat
@@ -15,6 +14,7 @@ from autoshard.runtime.collectives import (
     Axis,
     I,
     State,
+    broadcast,
     data_axes,
     home_rank,
     redistribute,
@@ -110,22 +110,33 @@ def unshard_parameter(
 
 
 class _FromHome(torch.autograd.Function):
-    """A parameter that one stage stores, on all of them; the gradient is the same on all."""
+    """A parameter that one stage stores, on all of them; the gradient is the same on all. Its
+    backward is `_ToHome`, and the other way round, where gradients are differentiated."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, home: int, axis: Axis, shape: Sequence[int]
     ) -> torch.Tensor:
-        ctx.away = axis.rank != home
-        whole = x.new_empty(shape) if ctx.away else x.detach().clone()
-        if not isinstance(x, compat.FakeTensor):
-            dist.broadcast(whole, group=compat.process_group(axis.group), group_src=home)
-        return whole
+        ctx.place = home, axis
+        return broadcast(x.detach() if axis.rank == home else x.new_empty(shape), home, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        own = grad.narrow(0, 0, 0) if ctx.away else grad
-        return own.clone(memory_format=torch.contiguous_format), None, None, None
+        return _ToHome.apply(grad, *ctx.place), None, None, None
+
+
+class _ToHome(torch.autograd.Function):
+    """What is the same on all stages, on the one that stores it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, home: int, axis: Axis) -> torch.Tensor:  # type: ignore[override]
+        ctx.place, ctx.shape = (home, axis), whole.shape
+        own = whole if axis.rank == home else whole.narrow(0, 0, 0)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _FromHome.apply(grad, *ctx.place, ctx.shape), None, None
 
 
 class _OwnGradient(torch.autograd.Function):

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from scenarios.job import Sizes, run_scenario
-from scenarios.table import FURTHER, LIBRARIES, NEEDED, QUICK, SCENARIOS
+from scenarios.table import (
+    FURTHER,
+    LIBRARIES,
+    NEEDED,
+    ON_STAGES,
+    QUICK,
+    SCENARIOS,
+    WITH_STAGES,
+)
 
 PATIENCE = 300.0  # seconds, on a machine that has other things to do
 
@@ -70,6 +78,11 @@ def test_sharded_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", listed(QUICK, turns=4))
 def test_replicated_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"dp_replicate": 2}, tmp_path)
+
+
+@pytest.mark.parametrize("name", listed(WITH_STAGES, often=ON_STAGES, turns=12))
+def test_pipeline(gloo2: Any, tmp_path: Path, name: str) -> None:
+    compare(gloo2, name, {"pp": 2}, tmp_path)
 
 
 @pytest.mark.parametrize("name", listed(FURTHER, turn=0, turns=2))

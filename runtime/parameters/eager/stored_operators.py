@@ -261,7 +261,8 @@ def _reduced(
     numbers = all(isinstance(n, (int, float)) and 0 < abs(n) < float("inf") for n in order)
     if type(x) is not cls or is_partial(x) or not (whole and numbers):
         return NotImplemented
-    if not is_even(x) and not (home_of(x) is not None and op in _SUMS):
+    graded = torch.is_grad_enabled() and x.requires_grad  # which DTensor cuts into even parts
+    if not is_even(x) and (graded or home_of(x) is None or op not in _SUMS):
         return NotImplemented
     try:
         out = _recorded(cls, func, x, args, kwargs)

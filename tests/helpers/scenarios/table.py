@@ -295,3 +295,23 @@ FURTHER = (
     "weight_norm",
     "mixture with torch.where",
 )
+
+ON_STAGES = (
+    "a compiled update of parameter, gradient and state",
+    "products with the Hessian",
+    "stateless, MAML",
+    "L2 and L1 over parameters() beside the loss",
+)
+"""Those that find what is particular to a parameter that one stage of a pipeline stores."""
+
+_NOT_ON_STAGES = {
+    "Embedding(max_norm=1)": "a write to a parameter in forward",
+    "gradient penalties": "backward(create_graph=True), whose clones have even parts",
+    "gradient penalties, inner=eager": "a second derivative through a pipeline",
+    "torch.func over parameters, in a graph": "a batch in micro-batches, and a parameter beside it",
+    "autograd.grad in several ways": "gradients in one batch",
+    "methods: training_step": "a number that changes",
+}
+"""Errors on pp, with what they are of."""
+
+WITH_STAGES = tuple(name for name in SCENARIOS if name not in _NOT_ON_STAGES)
