@@ -77,6 +77,7 @@ class LazyGather(torch.Tensor):
         """This rank's part; a copy where the whole has been read."""
         return self._value.local
 
+    @compat.never_a_frame
     def full_tensor(self) -> torch.Tensor:
         """The whole as a plain tensor, differentiable. A collective at the first use."""
         return _Read.apply(self)  # type: ignore[no-any-return]
@@ -111,26 +112,33 @@ class LazyGather(torch.Tensor):
         )
         return found.detach() if is_real and not found.requires_grad else found
 
-    # Attributes and methods that torch implements below its operators.
+    # Attributes and methods that torch implements below its operators. Between two graphs Dynamo
+    # would take their frames for the user's code, too.
 
+    @compat.never_a_frame
     def numpy(self, *, force: bool = False) -> Any:
         """As torch.Tensor.numpy; gathers."""
         return self.full_tensor().numpy(force=force)
 
+    @compat.never_a_frame
     def tolist(self) -> Any:
         """As torch.Tensor.tolist; gathers."""
         return self.full_tensor().tolist()
 
+    @compat.never_a_frame
     def data_ptr(self) -> int:
         """The address of the whole; gathers."""
         return _read(self).data_ptr()
 
+    @compat.never_a_frame
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full_tensor().detach().__reduce_ex__(protocol)
 
+    @compat.never_a_frame
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)
 
+    @compat.never_a_frame
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         if self.gathered:
             return repr(self.full_tensor())
