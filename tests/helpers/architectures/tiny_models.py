@@ -23,7 +23,7 @@ from tiny_search import Draft
 from torch import nn
 
 HIDDEN = 32
-LONGEST = 30.0
+LONGEST = 10.0
 """Seconds of this process that a step of a tiny model takes at most: a model of speech may make
 minutes of sound of four words."""
 WAYS = ("widths", "heads", "counts")
