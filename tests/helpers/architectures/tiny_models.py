@@ -102,7 +102,10 @@ def _searched(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
     """The values and the batch of a search, or why it found none; of the name asked last."""
     library, _, kind = name.partition(":")
     try:
-        return *tiny_search.search(LIBRARIES[library][1](kind, WAYS[0])), ""
+        draft = LIBRARIES[library][1](kind, WAYS[0])
+        values, batch = tiny_search.search(draft)
+        _step(tiny_search.made(draft, values), copy.deepcopy(batch))
+        return values, batch, ""
     except Exception as error:
         return {}, {}, f"searched: {' '.join(str(error).split())[:200]}"
 
@@ -122,18 +125,25 @@ def _keeps_states(model: nn.Module) -> bool:
 
 
 def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The batch of what the model asks for first, or else of all it knows. Raises TimeoutError."""
-    start = time.process_time()
+    """The batch of what the model asks for first, or else of all it knows."""
     try:
-        loss_of(model(**batch_of(model))).backward()
+        _step(model, batch_of(model))
         whole = False
+    except TimeoutError:
+        raise
     except Exception:
-        loss_of(model(**batch_of(model, whole=True))).backward()
+        _step(model, batch_of(model, whole=True))
         whole = True
+    return batch_of(model, whole=whole)
+
+
+def _step(model: nn.Module, batch: dict[str, Any]) -> None:
+    """A step of training; TimeoutError where it is longer than a tiny model's."""
+    start = time.process_time()
+    loss_of(model(**batch)).backward()
     model.zero_grad()
     if (taken := time.process_time() - start) > LONGEST:
-        raise TimeoutError(f"a step of it takes {taken:.0f} s")
-    return batch_of(model, whole=whole)
+        raise TimeoutError(f"a step takes {taken:.0f} s")
 
 
 def _transformers_kinds() -> list[str]:
