@@ -282,8 +282,9 @@ class _Plans:
     def __init__(self, asked: Asked, short: Shallow, prices: Priced, before: _Plans | None) -> None:
         """before: of smaller micro-batches, whose plans of an outer axis are followed."""
         self.asked, self.given = asked, (short, prices)
-        self.known: dict[PlanAxes, Layers | None] = {}
-        self.before = {} if before is None else {**before.before, **before.known}
+        self.known, self.before = dict[PlanAxes, Layers | None](), dict[PlanAxes, Layers | None]()
+        if before is not None:
+            self.before = {**before.before, **before.known}
 
     def of(self, key: PlanAxes) -> Layers | None:
         if key not in self.known:
