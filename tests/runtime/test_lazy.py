@@ -321,25 +321,6 @@ def test_a_compiled_graph_takes_crops_of_any_length() -> None:
     assert len(graphs) <= 3
 
 
-@pytest.mark.parametrize("use", [lambda x: x.tolist(), repr])
-def test_a_read_between_two_graphs_is_eager(use: Callable[[torch.Tensor], Any]) -> None:
-    called: list[str] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        called.extend(str(node.target) for node in gm.graph.nodes)
-        return gm
-
-    def between(x: torch.Tensor) -> Any:
-        y = x * 1
-        torch._dynamo.graph_break()
-        return use(x), y
-
-    compiled = torch.compile(between, backend=backend)
-    run_ranks(1, lambda axis: compiled(wrapped("S(0)", axis)[1].detach()))
-    assert "<built-in function mul>" in called
-    assert "full_tensor" not in called
-
-
 def test_wrap_outputs_leaves_the_rest_alone() -> None:
     axis = Axis("tp", 2, 0, "offline:tp")
     outputs = (torch.ones(2), torch.ones(3, 2), None, torch.ones(2, 4), 5)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
+from autoshard.runtime.collectives import run_ranks
+from autoshard.runtime.lazy_gather import lazy
 from autoshard.verification.comparison import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
@@ -300,3 +303,22 @@ def gradient_inside() -> dict[str, Any]:
 
 def test_gradients_turned_on_inside_no_grad(gloo2: Any) -> None:
     check(gloo2(gradient_inside))
+
+
+@pytest.mark.parametrize("use", [lambda x: x.tolist(), repr])
+def test_a_read_between_two_graphs_is_eager(use: Callable[[torch.Tensor], Any]) -> None:
+    called: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        called.extend(str(node.target) for node in gm.graph.nodes)
+        return gm
+
+    def between(x: torch.Tensor) -> Any:
+        y = x * 1
+        torch._dynamo.graph_break()
+        return use(x), y
+
+    compiled = torch.compile(between, backend=backend)
+    run_ranks(1, lambda axis: compiled(lazy(torch.ones(2, 3), "S(0)", axis)))
+    assert "<built-in function mul>" in called
+    assert "full_tensor" not in called
