@@ -64,6 +64,7 @@ def _install(module: nn.Module, names: Sequence[str]) -> None:
         module.__dict__["_flat_weight_refs"] = []
 
 
+@compat.never_a_frame
 def _registered(module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
     """Make a stored parameter readable in graphs by a module that gets it later: under another
     name (`weight_orig` of pruning), or in another model. A graph that Dynamo makes has it as is."""
@@ -159,6 +160,9 @@ class Stored:
             made.__dict__.update(state)
         return made
 
+    # Models convert a module, or set one, between two graphs of their forward
+
+    @compat.never_a_frame
     def register_buffer(
         self, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
@@ -168,6 +172,7 @@ class Stored:
             whole = unsharded(tensor).detach()
         super().register_buffer(name, whole, persistent)  # type: ignore[misc]
 
+    @compat.never_a_frame
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to`, `half`, `double`, ...: of stored parameters the shards are converted."""
         parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]

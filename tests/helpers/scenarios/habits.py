@@ -261,3 +261,25 @@ def read_between(job: Job) -> None:
     job.record("histogram", torch.histc(total, 8))
     job.record("finite", all(torch.isfinite(p).all() for p in net.parameters()))
     job.record("condition", torch.linalg.svdvals(net.up.weight.detach())[:3])
+
+
+class _Converted(Net):
+    """A part that forward itself converts, as routers do, in the first call; between two graphs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.up(x))
+        torch._dynamo.graph_break()
+        self.norm = self.norm.to(torch.float64)
+        torch._dynamo.graph_break()
+        return self.down(self.norm(h.double()).to(h.dtype)) * self.logit_scale.exp()  # type: ignore[no-any-return]
+
+
+def converted(job: Job) -> None:
+    """`self.norm = self.norm.to(dtype)` in forward, and another model after it."""
+    torch.manual_seed(1)
+    net = _Converted()
+    job.train(job.compile(net), torch.optim.SGD(net.parameters(), lr=0.1))
+    job.record_model(net)
+    other, compiled = job.pair()
+    job.train(compiled, torch.optim.SGD(other.parameters(), lr=0.1))
+    job.record_model(other, "other")

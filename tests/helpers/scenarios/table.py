@@ -200,6 +200,7 @@ HABITS: dict[str, Scenario] = {
     "torch.func by the stored parameters": habits.functional_training,
     "torch.export after the first call": habits.exported,
     "statistics logged in each step": habits.read_between,
+    "a module converted in forward": habits.converted,
 }
 
 SCENARIOS: dict[str, Scenario] = {
