@@ -79,15 +79,18 @@ def main() -> int:
     random.Random(args.seed).shuffle(asked)
     asked = asked[:: args.share]
     known = {(one["model"], one["mesh"]): one for one in read(args.results)}
-    pool = GlooPool(2)
+    pool, alone = GlooPool(2), GlooPool(1)
     for number, name in enumerate(asked, 1):
+        if number % 8 == 0:  # what models leave in their processes is memory, too
+            pool.stop()
+            alone.stop()
         for mesh in args.meshes:
             if (name, mesh) in known:
                 continue
             if known.get((name, args.meshes[0]), {}).get("said") == "not tiny":
                 continue  # nor on the others
             drawn = random.Random(f"{args.seed} {name} {mesh}").random() < PROCESSES
-            said, why = by_threads(name, mesh, drawn) or row(pool, name, mesh, args.patience)
+            said, why = ask(alone, pool, name, mesh, drawn, args.patience)
             why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # paths of one machine
             known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
             with args.results.open("a") as file:
@@ -95,6 +98,7 @@ def main() -> int:
             because = f": {why}" if why else ""
             print(f"{number} of {len(asked)}: {name} on {mesh}=2: {said}{because}", flush=True)
     pool.stop()
+    alone.stop()
     found = [one for one in known.values() if one["model"] in asked and one["said"]]
     args.write.write_text(table(found, len(every)))
     print("\n".join(counts(found)))
@@ -108,11 +112,28 @@ def read(results: Path) -> list[dict[str, Any]]:
     )
 
 
-def row(pool: GlooPool, name: str, mesh: str, patience: float = 180.0) -> tuple[str, str]:
+def ask(
+    alone: GlooPool, pool: GlooPool, name: str, mesh: str, drawn: bool, patience: float
+) -> tuple[str, str]:
+    """What threads of a process say of an architecture, and where they cannot, two processes."""
+    try:
+        (said, recipe), *_ = alone(_with_recipe, name, mesh, drawn, pool_timeout=2 * patience)
+    except PoolError:
+        said, recipe = None, None
+    return said or row(pool, name, mesh, patience, recipe)
+
+
+def _with_recipe(name: str, mesh: str, drawn: bool) -> Any:
+    return by_threads(name, mesh, drawn), tiny_models.FOUND.get(name)
+
+
+def row(
+    pool: GlooPool, name: str, mesh: str, patience: float = 180.0, recipe: Any = None
+) -> tuple[str, str]:
     """What is said of an architecture on a mesh, by the rank that says the worst, and why."""
     order = ("wrong", "refused", "torch", "random", "not tiny", "equal", "")
     try:
-        told = pool(step_of, name, mesh, pool_timeout=patience)
+        told = pool(step_of, name, mesh, recipe, pool_timeout=patience)
     except PoolError as error:
         return "wrong", str(error).splitlines()[0]
     worst = min(told, key=lambda one: order.index(one[0]))
@@ -152,8 +173,10 @@ def by_threads(name: str, mesh: str, drawn: bool = False) -> tuple[str, str] | N
     return None
 
 
-def step_of(name: str, mesh: str) -> tuple[str, str]:
+def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
     """On a rank: a step in float32, and in float64 where that is not equal."""
+    if recipe is not None:
+        tiny_models.FOUND[name] = recipe
     made = _subject(name, mesh)
     if isinstance(made[0], str):
         return made

@@ -14,7 +14,7 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiny_search
 import torch
@@ -74,6 +74,29 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
     Where no way gives a model that trains a step, one is searched; raises ValueError with the
     reason of each where the search finds none.
     """
+    if name not in FOUND:
+        FOUND[name] = _recipe(name)
+    if isinstance(found := FOUND[name], str):
+        raise ValueError(found)
+    library, _, kind = name.partition(":")
+    model = tiny_search.made(LIBRARIES[library][1](kind, found.how), found.values)
+    return model, copy.deepcopy(found.batch)
+
+
+class Recipe(NamedTuple):
+    """How a tiny model is made: the way that it is shrunk, values beside it, and the batch."""
+
+    how: str
+    values: dict[str, Any]
+    batch: dict[str, Any]
+
+
+FOUND: dict[str, Recipe | str] = {}
+"""By name, the recipe or why there is none: a search takes longer than the steps that it is for, so
+that a process tells another."""
+
+
+def _recipe(name: str) -> Recipe | str:
     library, _, kind = name.partition(":")
     reasons = []
     for how in WAYS:
@@ -83,45 +106,23 @@ def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
                 count = sum(p.numel() for p in draft.make({}).parameters())
             if count > tiny_search.LARGEST:
                 raise ValueError(f"{count:,} parameters are left")
-            model = tiny_search.made(draft, {})
-            batch = _first_that_runs(model)
-            return tiny_search.made(draft, {}) if _keeps_states(model) else model, batch
+            return Recipe(how, {}, _first_that_runs(tiny_search.made(draft, {})))
         except TimeoutError as error:
-            raise ValueError(str(error)) from error
+            return str(error)
         except Exception as error:
             reasons.append(f"{how}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
-    values, batch, why = _searched(name)
-    if why:
-        raise ValueError("; ".join([why, *reasons]))
-    draft = LIBRARIES[library][1](kind, WAYS[0])
-    return tiny_search.made(draft, values), copy.deepcopy(batch)
-
-
-@functools.lru_cache(maxsize=1)
-def _searched(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """The values and the batch of a search, or why it found none; of the name asked last."""
-    library, _, kind = name.partition(":")
     try:
         draft = LIBRARIES[library][1](kind, WAYS[0])
         values, batch = tiny_search.search(draft)
         _step(tiny_search.made(draft, values), copy.deepcopy(batch))
-        return values, batch, ""
+        return Recipe(WAYS[0], values, batch)
     except Exception as error:
-        return {}, {}, f"searched: {' '.join(str(error).split())[:200]}"
+        return "; ".join([f"searched: {' '.join(str(error).split())[:200]}", *reasons])
 
 
 def has_experts(model: nn.Module) -> bool:
     """Whether a model routes tokens to experts."""
     return any("expert" in name for name, _ in model.named_parameters())
-
-
-def _keeps_states(model: nn.Module) -> bool:
-    """Whether a step left tensors of its graph on the modules, which no copy can have."""
-    return any(
-        isinstance(value, torch.Tensor) and value.grad_fn is not None
-        for module in model.modules()
-        for value in vars(module).values()
-    )
 
 
 def _first_that_runs(model: nn.Module) -> dict[str, torch.Tensor]:
