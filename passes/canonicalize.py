@@ -13,7 +13,7 @@
   of the kernels that were traced, which need not be those of the shards. A reshape of a reshape
   nobody else reads becomes one.
 - What changes nothing goes: assertions of metadata, whole-range slices, expansions to the same
-  shape, aliases, dropout that drops nothing, detach of what has no gradient.
+  shape, aliases, copies of what dropout gives, detach of what has no gradient.
 - Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
   in a graph with an operator that depends on strides.
 - What as_strided reads or writes is a copy whose memory is arranged as it was in the trace, before
@@ -168,8 +168,8 @@ def _identity(node: fx.Node) -> fx.Node | None:
         return source
     if node.target is aten.detach.default:
         return None if source.meta.get(DIFF) else source
-    if node.target is aten.dropout.default:
-        return source if node.args[1] == 0 or not node.args[2] else None
+    if node.target is aten.clone.default and source.target is aten.dropout.default:
+        return source
     if node.target in _RESHAPES or node.target in _SAME_SHAPE:
         return source if same_shape(val, have) and _step(node) == 1 else None
     if node.target is aten.transpose.int:

@@ -234,6 +234,13 @@ class AutocastMode(FunctionalTensorMode):
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:  # some overloads are operators of their own
                 return found
+        if func is aten.dropout.default:
+            x, p, training = args
+            if p == 0 or not training:  # its operand itself, which a write in place would reach
+                return x
+            # a trace for export freezes what dropout gives: the copy may be written in place
+            given = super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(aten.clone.default, types, (given,), {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _cast(

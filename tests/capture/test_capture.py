@@ -46,7 +46,21 @@ def test_composite_stays_whole(target: str) -> None:
     fn, shapes = COMPOSITES[target]
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     recorder = check(Fn(lambda self, *args: fn(*args)), inputs)
-    assert [t for t in recorder.targets() if t != "aten.arange.default"] == [target]
+    copied = ["aten.clone.default"] if target == "aten.dropout.default" else []
+    assert [t for t in recorder.targets() if t != "aten.arange.default"] == [target, *copied]
+
+
+@pytest.mark.parametrize("rate, training", [(0.0, True), (0.5, False), (0.5, True)])
+def test_what_dropout_gives_is_written_in_place(rate: float, training: bool) -> None:
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = x * 3
+        y = F.dropout(kept, rate, training)
+        y *= mask
+        y[1:].add_(1.0)
+        return y, kept * 2  # written, too, where dropout drops nothing
+
+    inputs = [torch.randn(4, 8, requires_grad=True), torch.randn(4, 1)]
+    check(Fn(lambda self, *args: fn(*args)), inputs)
 
 
 def every_part(x: torch.Tensor, y: torch.Tensor, cell: torch.Tensor) -> list[torch.Tensor]:
