@@ -71,7 +71,10 @@ def _comparisons(
     parts = chunks((args, kwargs), mesh.batches)
     config = Config.from_options({**options, "mesh": dict(sizes)})
     program, values = _traced(model, parts[0], mesh, config)
-    others = [_traced(model, part, mesh, config)[1] for part in parts[1:]]
+    others = [
+        intercept(model, *part, lambda gm, *call: _values(*call), dynamic=False)
+        for part in parts[1:]
+    ]
     allowed = floor_of(model) if tolerance is None else tolerance
     try:
         differences = verify_program(program, values, seed=subject.seed, others=others)
@@ -101,17 +104,21 @@ def _traced(
     model: torch.nn.Module, part: Any, mesh: Mesh, config: Config
 ) -> tuple[Program, list[Any]]:
     """The program of a call, and the whole value of each placeholder of its serial graph."""
-    values: list[Any] = []
 
     def plan(
         gm: fx.GraphModule, example: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> Program:
-        values.extend(int(e) if i.real is None else i.real for i, e in zip(inputs, example))
-        return build_program(
+    ) -> tuple[Program, list[Any]]:
+        program = build_program(
             gm, example, inputs, mesh, config, cluster_of("cpu"), facts=batch_facts(inputs)
         )
+        return program, _values(example, inputs)
 
-    return intercept(model, part[0], part[1], plan, dynamic=False), values
+    return intercept(model, *part, plan, dynamic=False)
+
+
+def _values(example: Sequence[Any], inputs: list[compat.GraphInput]) -> list[Any]:
+    """The whole value of each placeholder of a graph that Dynamo traced."""
+    return [int(e) if i.real is None else i.real for i, e in zip(inputs, example)]
 
 
 SHOWN = 10
