@@ -50,6 +50,14 @@ class OutputError(AutoshardError, OSError):
     """A file that cannot be written."""
 
 
+def in_one_batch(what: str) -> AutoshardError:
+    """The error of gradients of `what` that autograd was asked for by a batch of gradients."""
+    return AutoshardError(
+        f"gradients of {what} were asked for in one batch, by is_grads_batched or vectorize",
+        remedy="Take them one by one, in a loop over grad_outputs.",
+    )
+
+
 def message(what: str, *, where: str | None = None, remedy: str | None = None) -> str:
     """Return "what (where). remedy": the form of every error text.
 

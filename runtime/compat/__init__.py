@@ -26,6 +26,7 @@ from autoshard.runtime.compat.autograd import (
     first_leaf,
     has_accumulated_hooks,
     in_backward,
+    in_one_batch,
     in_transform,
     is_in_a_graph,
     leaves,

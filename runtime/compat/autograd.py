@@ -71,6 +71,12 @@ def in_transform(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def in_one_batch(tensor: torch.Tensor) -> bool:
+    """Whether a gradient is several, of autograd.grad with is_grads_batched; nothing public says
+    so."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """Inside, operators run as if no transform of torch.func were active, and so on values that
     belong to none: autograd around the transforms records them, the transforms see constants."""

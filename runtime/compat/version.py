@@ -38,6 +38,7 @@ torch.distributed._symmetric_memory.get_symm_mem_workspace
 torch._C._dynamo.eval_frame.set_code_exec_strategy
 torch._C._functions.AccumulateGrad
 torch._C._functorch.is_functorch_wrapped_tensor
+torch._C._functorch.is_legacy_batchedtensor
 torch._C._is_any_autocast_enabled
 torch._C._set_grad_enabled
 torch._C._will_engine_execute_node

@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autoshard.runtime import compat
-from autoshard.runtime.errors import AutoshardError
+from autoshard.runtime.errors import AutoshardError, in_one_batch
 from autoshard.runtime.parameters.data_unsharding import ACCUMULATE, FLUSH, SINGLE
+from autoshard.runtime.parameters.layout import home_of
 from autoshard.runtime.parameters.record import Pending, pending_of, policy_of
 
 
@@ -83,11 +84,7 @@ def unalias(
     try:
         held = [(grad.data_ptr(), i) for i, grad in enumerate(grads) if grad is not None]
     except RuntimeError as error:  # what a batch of vmap's has is not memory of its own
-        raise AutoshardError(
-            "gradients of stored parameters were asked for in one batch, by is_grads_batched "
-            "or vectorize",
-            remedy="Take them one by one, in a loop over grad_outputs.",
-        ) from error
+        raise in_one_batch("stored parameters") from error
     held.sort()
     found = list(grads)
     end, overlap = 0, set()
@@ -130,32 +127,33 @@ def keeps_storage(used: int, nbytes: int) -> bool:
 
 
 def accumulate(
-    node: Any, parameters: Sequence[DTensor], grads: Sequence[torch.Tensor | None]
+    node: Any, parameters: Sequence[DTensor], grads: Sequence[DTensor | None]
 ) -> tuple[DTensor | None, ...]:
     """The gradient that the backward of `node` returns; None where the parameter has got it.
 
     node: the autograd node whose inputs are `parameters`, in whose backward this is called.
-    grads: the local part of each parameter's gradient; owned by nobody else.
+    grads: each parameter's gradient; its part is owned by nobody else, but for one of a backward
+    that is differentiated again. Those are autograd's to store, and a copy is, of which DTensor
+    makes even parts: what is at home on a rank of pp has none.
     """
-    left = [
-        None if grad is None else compat.dtensor_like(parameter, grad)
-        for parameter, grad in zip(parameters, grads)
-    ]
-    recorded = torch.is_grad_enabled() or compat.compiling()  # a graph of the backward
-    if recorded or not STORE_DIRECTLY:
+    left = list(grads)
+    if compat.compiling() or not STORE_DIRECTLY:  # a graph of the backward
         return tuple(left)
+    again = torch.is_grad_enabled()
     leaves, unshared = _targets(node), _references_of_unshared()
     stores = compat.AccumulateGrad
     with compat.plain_attributes():
         for i, parameter in enumerate(parameters):
+            grad = left[i]
             if (
-                left[i] is not None
+                grad is not None
                 and type(leaves[i]) is stores
+                and not (again and home_of(parameter) is None)
                 and parameter.grad is None
                 and sys.getrefcount(leaves[i]) == unshared
                 and compat.only_stores(leaves[i], parameter)
             ):
-                parameter.grad = left[i]
+                parameter.grad = grad.clone() if again else grad
                 left[i] = None
     return tuple(left)
 

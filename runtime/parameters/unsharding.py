@@ -194,8 +194,11 @@ class _Unwrap(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             pairs = zip(ctx.parameters, grads)
-            return None, *[None if g is None else _WrapGradient.apply(g, (p,)) for p, g in pairs]
-        return None, *accumulate(ctx, ctx.parameters, unalias(grads, ctx.known))
+            made = [None if g is None else _WrapGradient.apply(g, (p,)) for p, g in pairs]
+        else:
+            own = zip(ctx.parameters, unalias(grads, ctx.known))
+            made = [None if g is None else compat.dtensor_like(p, g) for p, g in own]
+        return None, *accumulate(ctx, ctx.parameters, made)
 
 
 class _WrapGradient(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, all_gather
-from autoshard.runtime.errors import AutoshardError
+from autoshard.runtime.errors import AutoshardError, in_one_batch
 from autoshard.runtime.lazy_gather import LazyGather
 
 Gradients = Sequence[torch.Tensor | None]
@@ -95,7 +95,10 @@ def _same_on(axis: Axis, grad: torch.Tensor) -> None:
 
 
 def _refuse_twice(left: Any, arrived: Sequence[torch.Tensor | None]) -> None:
-    """Raise for a backward of a call that has had one, and for one that is to be differentiated."""
+    """Raise for a backward of a call that has had one, for one that is to be differentiated, and
+    for one of several gradients at once."""
+    if any(x is not None and compat.in_one_batch(x) for x in arrived):
+        raise in_one_batch("a pipeline")
     if left is None:
         raise AutoshardError(
             "a second backward through one call of a pipeline",
