@@ -27,7 +27,7 @@ from autoshard.building.pipeline.microbatch import shared_graph
 from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
-from autoshard.capture import global_fake
+from autoshard.capture import capture, global_fake
 from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
@@ -37,15 +37,18 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
+from autoshard.runtime.graph_meta import MUTATED
 from autoshard.runtime.lazy_gather import Arrivals, LazyGather
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
+    EagerValues,
     ParameterPolicy,
     StageParameters,
     StageUnsharding,
     check_copies,
     deferred_at,
+    is_eager_value,
     stored_states,
 )
 from autoshard.runtime.pipeline import (
@@ -179,15 +182,21 @@ def _on_wholes(
     config: Config,
 ) -> Callable[..., Any]:
     """A graph without parameters, such as a loss behind a graph break: every rank runs it, on the
-    wholes of what an earlier graph has returned."""
-    returned = {i: I for i, item in enumerate(inputs) if isinstance(item.real, LazyGather)}
-    fakes = [global_fake(x) if i in returned else x for i, x in enumerate(example_inputs)]
+    wholes of what an earlier graph has returned, and of what eager code made of parameters."""
+    reals = [item.real for item in inputs]
+    returned = {i: I for i, real in enumerate(reals) if isinstance(real, LazyGather)}
+    eager_values = EagerValues(reals, ())
+    if eager_values.positions:
+        eager_values = EagerValues(reals, capture(gm, example_inputs).meta[MUTATED])
+    whole = {*returned, *eager_values.positions}
+    fakes = [global_fake(x) if i in whole else x for i, x in enumerate(example_inputs)]
     compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, ())
 
     def run(*args: Any) -> Any:
         values = list(args)
+        sources = eager_values.take(values)
         arrivals.take(values)
-        return compiled(*values)
+        return eager_values.give_back(sources, compiled(*values))
 
     return run
 
@@ -231,8 +240,11 @@ def _runner(
     written = program.microbatch.written
     around = len(rank.stages) > 1
     channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
+    eager_values = EagerValues([item.real for item in inputs], {*written.values()})
     read = [inputs[i].real for i in stored]
-    split = [(at, p) for at, p in enumerate(read) if isinstance(p, DTensor)]
+    split = [
+        (at, p) for at, p in enumerate(read) if isinstance(p, DTensor) and not is_eager_value(p)
+    ]
     unsharding, region = stage_unsharding(program, split, mesh, config, microbatch)
     together = mesh.axis("ep") if program.microbatch.at_rest() else None
     # the casts of autocast are in the graphs; Dynamo guards on it
@@ -247,13 +259,15 @@ def _runner(
 
     def run(*args: Any) -> Any:
         check_copies()
-        values = list(args)
+        taken = list(args)
+        sources = eager_values.take(taken)
+        values = list(taken)
         if check is not None:
             check(values)
         if rank.loss is None:  # a backward to come reads what was there
             for i in written.values():
-                values[i] = args[i].clone()
-        given = [args[i] for i in stored]
+                values[i] = taken[i].clone()
+        given = [taken[i] for i in stored]
         with region, modes():
             parameters = _unsharded(given, unsharding)
             for i, parameter in zip(stored, parameters.values):
@@ -262,8 +276,9 @@ def _runner(
             found.update(others(values, given))
             with torch.no_grad():
                 for position, i in written.items():
-                    args[i].copy_(found.pop(position))
-        return tuple(found.get(i, value) for i, value in enumerate(results) if i not in written)
+                    taken[i].copy_(found.pop(position))
+        left = (i for i in range(len(results)) if i not in written)
+        return eager_values.give_back(sources, tuple(found.get(i, results[i]) for i in left))
 
     return run
 

@@ -52,7 +52,7 @@ from autoshard.runtime.collectives import (
 from autoshard.runtime.graph_meta import BUFFER, DIFF, GIVEN
 from autoshard.runtime.mesh import Mesh
 from autoshard.runtime.operators import rows_travel
-from autoshard.runtime.parameters import is_planned, stored_states
+from autoshard.runtime.parameters import is_eager_value, is_planned, stored_states
 from autoshard.runtime.pipeline import (
     SCHEDULES,
     Action,
@@ -326,12 +326,21 @@ def _named(parameters: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
 def _batch(
     nodes: Sequence[fx.Node], inputs: Sequence[compat.GraphInput]
 ) -> tuple[dict[fx.Node, State], int]:
-    """The inputs with a dim for samples, the first, and how many samples there are."""
-    given = [(nodes[i.position], inputs[i.position].name) for i in batch_inputs(inputs)]
+    """The inputs with a dim for samples, the first, and how many samples there are. One with a
+    gradient and other rows than those without is whole, as parameters are: an earlier graph made it
+    of them (a step of MAML, a weight that is scaled)."""
+    given = [
+        (nodes[i.position], inputs[i.position].name)
+        for i in batch_inputs(inputs)
+        if not is_eager_value(inputs[i.position].real)
+    ]
     sizes = {node: int(value(node).shape[0]) for node, _ in given if value(node).dim()}
-    samples = max(sizes.values(), default=1)
+    plain = [node for node, size in sizes.items() if size > 1 and not node.meta.get(DIFF)]
+    dims = max((value(node).dim() for node in plain), default=0)
+    made = {node for node in sizes if node.meta.get(DIFF) and value(node).dim() <= dims}
+    samples = max((size for node, size in sizes.items() if node not in made), default=1)
     for node, name in given:
-        if sizes.get(node, 1) not in (1, samples):
+        if node not in made and sizes.get(node, 1) not in (1, samples):
             raise ConfigError(
                 f"{name} has shape {tuple(value(node).shape)}, and the batch has {samples} "
                 "samples: pp cuts the first dim of what the model is given",

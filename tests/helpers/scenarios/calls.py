@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scenarios.job import WIDTH, Job
+from scenarios.job import WIDTH, Job, Net
 
 
 def functional(job: Job) -> None:
@@ -252,6 +252,64 @@ def mixture(how: str, compiled_by: Callable[[Job, nn.Module], Any] = Job.compile
         job.record_model(net)
 
     return scenario
+
+
+@torch.compiler.disable
+def halved(module: Any) -> torch.Tensor:
+    """What eager code makes of a parameter."""
+    return module.weight * 0.5  # type: ignore[no-any-return]
+
+
+class Scaled(Net):
+    """A weight that is made of a parameter in one graph, or by eager code, and read in the next."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.up.weight * 0.5 if self.how == "traced" else halved(self.up)
+        torch._dynamo.graph_break()
+        y = F.gelu(F.linear(x, weight, self.up.bias))
+        return self.down(self.norm(y)) * self.logit_scale.exp()  # type: ignore[no-any-return]
+
+
+def made_between_graphs(job: Job) -> None:
+    """A scaled weight between two graphs of a forward."""
+    for how in ("traced", "disabled"):
+        torch.manual_seed(1)
+        net = Scaled(how)
+        job.train(job.compile(net), torch.optim.SGD(net.parameters(), lr=0.1))
+        job.record_model(net, how)
+
+
+class Adaptive(nn.Module):
+    """A head whose weights of a cluster of words are read where the batch has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(24, WIDTH)
+        self.head = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 24, [4, 12])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.embed(ids).flatten(0, 1), ids.flatten()).loss
+        return loss
+
+
+def adaptive_softmax(job: Job) -> None:
+    """Words of which a data-parallel rank has the frequent ones only, another the others."""
+    net = Adaptive()
+    compiled = job.compile(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        ids = torch.arange(24).add(step).clamp(max=23).view(4, 6).chunk(job.ranks)[job.rank]
+        optimizer.zero_grad()
+        loss = compiled(ids)
+        job.record_loss(loss, step)
+        loss.backward()
+        optimizer.step()
+    job.record_model(net)
 
 
 def whole_model_disabled(job: Job) -> None:
