@@ -50,6 +50,8 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
       another graph.
     - a stored tensor that eager code gives to a frame as an argument, as the whole (`READ_WHOLE`),
       as a module's own parameter is: Dynamo's DTensor does not meet plain tensors in an operator.
+    - `p.data = x` of a stored tensor, by leaving it to eager code, which stores the part of `x`: it
+      would give the DTensor the memory of a plain tensor (the key encoder of a MoCo, in forward).
 
     Frames of other backends are traced by torch's own functions, with the user's settings; of a
     stored tensor the attribute `data` is a stored tensor in these, too, and no DTensor.
@@ -85,6 +87,14 @@ def _with_rnn(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        written = name.is_python_constant() and name.as_python_constant() == "data"
+        if written and obj.is_tensor() and _fake_class(obj) in READ_WHOLE:
+            unimplemented(
+                gb_type="autoshard: p.data = x of a stored parameter",
+                context=str(obj),
+                explanation="Each rank stores its part of x.",
+                hints=["Write p.data.copy_(x), which the graph has."],
+            )
         if (
             name.is_python_constant()
             and name.as_python_constant() == "requires_grad"
@@ -176,11 +186,16 @@ def at_first_call() -> AbstractContextManager[None]:
 def _with_stored_data(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method_attr_data(self: Any, tx: Any) -> Any:
-        if type(self.proxy.node.meta.get("example_value")) in READ_WHOLE:
+        if _fake_class(self) in READ_WHOLE:
             return self.call_method(tx, "detach", [], {})
         return original(self, tx)
 
     return method_attr_data
+
+
+def _fake_class(variable: Any) -> type:
+    """The class of what a tensor of Dynamo's is traced with."""
+    return type(variable.proxy.node.meta.get("example_value"))
 
 
 def is_ours(backend: Any) -> bool:

@@ -255,3 +255,34 @@ def momentum_copies(job: Job) -> None:
         job.record_model(key, f"made {when}")
         with torch.no_grad():
             job.record_loss(job.loss(job.compile(key)))
+
+
+class Contrast(nn.Module):
+    """A MoCo whose forward moves its key encoder."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.query, self.key = net, copy.deepcopy(net).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = nn.functional.normalize(self.query(x), dim=1)
+        with torch.no_grad():
+            for k, p in zip(self.key.parameters(), self.query.parameters()):
+                k.data = k.data * 0.9 + p.data * 0.1
+            keys = nn.functional.normalize(self.key(x + 0.1), dim=1)
+        return (q * keys).sum(1).mean()
+
+
+def momentum_in_forward(job: Job) -> None:
+    """The same in forward, whose batches are of several sizes."""
+    model = Contrast(job.net())
+    compiled = job.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.cat([job.rows(step)[0]] * (1 + step % 2))
+        loss = compiled(x)
+        job.record_loss(loss, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    job.record_model(model)
