@@ -141,8 +141,8 @@ class Stored:
         return reduced
 
     def __copy__(self) -> Any:
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        made: Any = type(self).__new__(type(self))
+        made.__setstate__(self.__getstate__())  # not the call `compile()` bound
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -102,6 +102,30 @@ def shallow_copies(job: Job) -> None:
     job.record_model(twin, "twin", gradients=True)
 
 
+class _Gained(Net):
+    """A number of the module's own, beside its parameters."""
+
+    gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x) * self.gain
+        return y
+
+
+def shallow_copy_of_compiled(job: Job) -> None:
+    """A copy of a model after `model.compile()`, which has a number of its own."""
+    torch.manual_seed(1)
+    net = _Gained()
+    if job.sharded:
+        net.compile(backend="autoshard", options=job.options())
+    job.backward(net)
+    twin = copy.copy(net)
+    twin.gain = 3.0
+    net.zero_grad()
+    job.backward(twin, 1)
+    job.record_model(net, gradients=True)
+
+
 def optimizer_pickled(job: Job) -> None:
     """An optimizer through pickle, a deep copy of its state, and its state put into a fresh one."""
     net, compiled = job.pair()
