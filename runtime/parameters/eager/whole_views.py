@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -125,8 +126,8 @@ def marked(out: Any, source: Source) -> Any:
     storage = source.whole.untyped_storage().data_ptr()
 
     def mark(x: torch.Tensor) -> torch.Tensor:
-        if type(x) is WholeView or isinstance(x, DTensor) or compat.in_transform(x):
-            return x
+        if type(x) not in (torch.Tensor, nn.Parameter) or compat.in_transform(x):
+            return x  # one of another class, such as a graph's output to be gathered, has no memory
         if not x.numel():
             return x
         if x.layout is not torch.strided or x.untyped_storage().data_ptr() != storage:
