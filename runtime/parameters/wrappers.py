@@ -26,6 +26,7 @@ from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError, ConfigError
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.eager import StoredTensor, gathered_axes, unsharded
+from autoshard.runtime.parameters.unsharding import unshard_parameter
 
 _REMEDY = (
     "Call it on every rank, not under `if rank == 0`: the ranks gather together, and the first one "
@@ -178,6 +179,9 @@ def replace_functions() -> None:
     compat.replace("torch._functorch.eager_transforms", "_wrap_all_tensors", _refuse_operands)
     compat.replace("torch._functorch.vmap", "_create_batched_inputs", _refuse_mapped)
     compat.replace("torch.autograd.forward_ad", "make_dual", _refuse_dual)
+    compat.replace(
+        "torch.nn.modules.adaptive", "AdaptiveLogSoftmaxWithLoss.forward", _with_every_cluster
+    )
     # what strict and other exports call first: Dynamo would stop at the first parameter
     compat.replace("torch.export._trace", "_process_export_inputs", _refuse_export)
     compat.replace("transformers.modeling_utils", "PreTrainedModel.save_pretrained", save_together)
@@ -240,17 +244,12 @@ def _refuse_stored(what: str, module: nn.Module, remedy: str) -> None:
             )
 
 
-def _whole_in_graph(x: StoredTensor) -> torch.Tensor:
-    """A view: what is read in a graph is the whole."""
-    return x.view_as(x)
-
-
 def _refuse_operands(original: Callable[..., Any], operands: Any, *args: Any) -> Any:
     """Raise where a transform of torch.func would wrap a stored tensor: torch's operators then see
     a DTensor beside plain tensors, and the gradient would be one of this rank's batch. In a graph
     it wraps the whole."""
     if torch.compiler.is_dynamo_compiling():
-        operands = pytree.tree_map_only(StoredTensor, _whole_in_graph, operands)
+        operands = pytree.tree_map_only(StoredTensor, unshard_parameter, operands)
     else:
         _check_operands("differentiates or wraps", pytree.tree_leaves(operands))
     return original(operands, *args)
@@ -261,7 +260,7 @@ def _refuse_mapped(
 ) -> Any:
     """As `_refuse_operands`, of what vmap maps."""
     if torch.compiler.is_dynamo_compiling():
-        values = pytree.tree_map_only(StoredTensor, _whole_in_graph, values)
+        values = pytree.tree_map_only(StoredTensor, unshard_parameter, values)
     else:
         _check_operands("maps", [v for d, v in zip(dims, values) if d is not None])
     return original(dims, values, *args, **kwargs)
@@ -274,6 +273,20 @@ def _refuse_dual(
     if not torch.compiler.is_dynamo_compiling() and compat.transforming():
         _check_operands("differentiates", [tensor, tangent])
     return original(tensor, tangent, *args, **kwargs)
+
+
+def _with_every_cluster(
+    original: Callable[..., Any], head: Any, rows: torch.Tensor, targets: torch.Tensor
+) -> Any:
+    """As with a target of each cluster behind the batch: torch passes over those without one, and
+    a rank whose batch has none would not read weights that the others gather with it."""
+    if targets.dim() != 1 or not isinstance(head.head._parameters["weight"], StoredTensor):
+        return original(head, rows, targets)
+    firsts = targets.new_tensor([0, *head.cutoffs[:-1]])
+    rows = torch.cat([rows, rows.new_zeros(len(firsts), rows.shape[1])])
+    found = original(head, rows, torch.cat([targets, firsts]))
+    output = found.output[: len(targets)]
+    return type(found)(output, -output.mean())
 
 
 def _check_operands(does: str, values: Iterable[Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from scenarios.job import Sizes, run_scenario
 from scenarios.table import (
+    BESIDE_STAGES,
     FURTHER,
     LIBRARIES,
     NEEDED,
@@ -83,6 +84,12 @@ def test_replicated_data_parallel(gloo2: Any, tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", listed(WITH_STAGES, often=ON_STAGES, turns=12))
 def test_pipeline(gloo2: Any, tmp_path: Path, name: str) -> None:
     compare(gloo2, name, {"pp": 2}, tmp_path)
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+@pytest.mark.parametrize("name", listed(BESIDE_STAGES, turns=len(BESIDE_STAGES)))
+def test_pipeline_beside_an_axis(gloo4: Any, tmp_path: Path, name: str, axis: str) -> None:
+    compare(gloo4, name, {"pp": 2, axis: 2}, tmp_path)
 
 
 @pytest.mark.parametrize("name", listed(FURTHER, turn=0, turns=2))

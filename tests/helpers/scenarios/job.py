@@ -22,7 +22,7 @@ Sizes = dict[str, int]
 
 ROWS, WIDTH = 4, 16
 TOLERANCE = 2e-5
-DATA_AXES = ("dp_replicate", "dp_shard")
+DATA_AXES = ("dp_replicate", "dp_shard", "ep")  # the axes along which a rank has its own rows
 
 
 class Net(nn.Module):
@@ -50,9 +50,9 @@ class Job:
     def __init__(self, sizes: Sizes | None, folder: str, inner: str = "aot_eager") -> None:
         self.sizes, self.folder, self.inner = sizes, folder, inner
         self.ranks = math.prod((sizes or {}).get(axis, 1) for axis in DATA_AXES)
-        # the axes from the outermost: the data-parallel ones, then those that share a batch
-        shared = math.prod(n for axis, n in (sizes or {}).items() if axis not in DATA_AXES)
-        self.rank = process() // shared if sizes else 0
+        # the axes from the outermost: pp, those of the data, and cp and tp, which share a batch
+        shared = math.prod((sizes or {}).get(axis, 1) for axis in ("cp", "tp"))
+        self.rank = process() // shared % self.ranks if sizes else 0
         self.found: dict[str, Any] = {}
         self.refusable = False  # an AutoshardError in place of the result is right as well
         self.tolerance = TOLERANCE

@@ -110,6 +110,7 @@ COPIES: dict[str, Scenario] = {
     "EMA by hand": copies.averaged_by_hand,
     "EMA of a deep copy": copies.ema_of_a_copy,
     "momentum copies (MoCo)": writes.momentum_copies,
+    "momentum copies in forward": writes.momentum_in_forward,
     "deepcopy": copies.deep_copies,
     "copies of parameters": copies.copied_tensors,
     "pickle and torch.save of a model": copies.pickled,
@@ -150,6 +151,8 @@ CALLS: dict[str, Scenario] = {
     "stateless, MAML": calls.stateless,
     "vmap(grad(functional_call)) inside": calls.per_sample,
     "a weight written to outside of the graph": calls.written_outside,
+    "a weight made between two graphs": calls.made_between_graphs,
+    "AdaptiveLogSoftmaxWithLoss": calls.adaptive_softmax,
     "gradient checkpointing": calls.checkpointed,
     "complex slice assignment (FNO)": calls.spectral,
     "mixture with torch.where": calls.mixture("where"),
@@ -192,6 +195,7 @@ HABITS: dict[str, Scenario] = {
     "zero_grad(set_to_none=False)": habits.zeroed_gradients,
     "hooks of the state dict": habits.state_hooks,
     "copy.copy of a model": habits.shallow_copies,
+    "copy.copy after model.compile()": habits.shallow_copy_of_compiled,
     "an optimizer pickled, alone and with its model": habits.optimizer_pickled,
     "add_param_group of thawed layers": habits.late_groups,
     "half() of a copy, its values taken back": habits.half_and_back,
@@ -302,15 +306,26 @@ ON_STAGES = (
     "products with the Hessian",
     "stateless, MAML",
     "L2 and L1 over parameters() beside the loss",
+    "gradient penalties",
+    "autograd.grad in several ways",
+    "momentum copies in forward",
+    "a weight made between two graphs",
 )
 """Those that find what is particular to a parameter that one stage of a pipeline stores."""
 
+BESIDE_STAGES = (
+    "weight.data[a:b, ::c] =",
+    "weight.data =",
+    "no_grad: uniform_, normal_",
+    "SWA: SWALR, weights taken over",
+    "hooks of the state dict",
+)
+"""Those of four ranks, on which a stage's parameters are split, too."""
+
 _NOT_ON_STAGES = {
     "Embedding(max_norm=1)": "a write to a parameter in forward",
-    "gradient penalties": "backward(create_graph=True), whose clones have even parts",
     "gradient penalties, inner=eager": "a second derivative through a pipeline",
-    "torch.func over parameters, in a graph": "a batch in micro-batches, and a parameter beside it",
-    "autograd.grad in several ways": "gradients in one batch",
+    "torch.func over parameters, in a graph": "a scalar between two graphs is taken for the loss",
     "methods: training_step": "a number that changes",
 }
 """Errors on pp, with what they are of."""
