@@ -26,7 +26,7 @@ from torch import fx
 
 from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.mixtures import is_mixture
-from autoshard.planning.operators import ATTENTION, RESHAPES, packet
+from autoshard.planning.operators import ATTENTION, packet
 from autoshard.planning.sizes import is_one
 from autoshard.planning.strategy import ImplCollective, Strategy, operands, value
 from autoshard.planning.values import output_state, producer
@@ -309,33 +309,12 @@ def in_plain_order(text: str) -> str:
 
 
 def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether the operator treats the rows of the sharded dim alike, wherever they stand."""
+    """Whether the operator treats the rows of the sharded dim alike, wherever they stand. One that
+    runs on a shard as it would on the whole is not told where that is."""
     if strategy.impl is not None:
         function = getattr(strategy.impl, "function", strategy.impl)
         return function in _ALIKE_IMPLS
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.pointwise in target.tags or packet(node) in _ALIKE:
-        return True
-    return packet(node) in RESHAPES | _RESHAPES
+    return isinstance(node.target, torch._ops.OpOverload)
 
 
 _ALIKE_IMPLS = (*BALANCED, loss_over_tokens, share_of_mean, share_of_equal_mean)
-
-# What looks at other dims than the sharded one only, or sums over it, as the rules of these
-# operators offer them; views whose sharded dim has as many rows before as after.
-_ALIKE = frozenset(
-    getattr(aten, name)
-    for name in (
-        *("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding"),
-        *("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "softmax"),
-        *("_softmax", "log_softmax", "_log_softmax", "scaled_dot_product_attention"),
-        *("transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "slice", "select"),
-        *("split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "sum", "mean"),
-        *("cross_entropy_loss", "nll_loss", "nll_loss_nd", "_to_copy", "to", "clone"),
-        *("contiguous", "alias", "detach", "index_select", "repeat_interleave"),
-    )
-    if hasattr(aten, name)
-) | {MASKED_ATTENTION.overloadpacket}
-_RESHAPES = frozenset({aten._unsafe_view, aten.flatten, aten.unflatten})
