@@ -12,7 +12,6 @@ from autoshard.explain import text_costs
 from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
 from autoshard.explain.tables import human, page_width, table
-from autoshard.explain.updates import update
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import LossFound, MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import (
@@ -66,7 +65,7 @@ def explain(
         _mixtures(built, columns),
         _float8(built, columns),
         _losses(built, columns),
-        "" if optimizer is None else update(optimizer, columns),
+        "" if optimizer is None else text_costs.update(optimizer, columns),
     ]
     if compiled:
         sections += [
@@ -85,7 +84,7 @@ def explain(
 def _headline(facts: Facts) -> str:
     built, stored = facts.built, facts.parameters
     total = sum(group.bytes for group in stored)
-    sharded = sum(group.bytes for group in stored if _is_split(group.states))
+    sharded = sum(group.bytes for group in stored if {*group.states.values()} != {I})
     axes = [axis for axis in built.mesh.axes if axis.size > 1] or [built.axis]
     share = 100 * sharded / total if total else 0.0
     # each a communicator: of the world, and of every axis that is not all of it
@@ -206,10 +205,6 @@ def _parameters(facts: Facts, width: int) -> str:
 
 
 _GATHERED = {TWICE: ", gathered twice", ONCE: ", gathered once", WHOLE: ", whole on dp_shard"}
-
-
-def _is_split(states: Mapping[str, State]) -> bool:
-    return any(state != I for state in states.values())
 
 
 def _placed(built: Built, states: Mapping[str, State]) -> str:

@@ -17,7 +17,6 @@ from torch import nn
 from autoshard.errors import AutoshardError
 from autoshard.runtime.engine import Engine
 from autoshard.weights.boxes import Box, box_of, common, view
-from autoshard.weights.engines import EngineTensors
 from autoshard.weights.link import (
     DEVICE_GROUPS,
     Refused,
@@ -42,6 +41,7 @@ from autoshard.weights.parts import (
     parts_of,
     spelled,
 )
+from autoshard.weights.servers import EngineTensors
 
 BUFFER = 64 * 2**20
 

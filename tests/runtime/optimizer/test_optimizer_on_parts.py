@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard.errors import PlanMismatchError
-from autoshard.explain.updates import update
+from autoshard.explain.text_costs import update
 from autoshard.runtime.optimizer.derived import unhooked_step
 from autoshard.runtime.optimizer.stepping import WaysOfSteps
 from autoshard.runtime.parameters import optimizers
