@@ -124,7 +124,8 @@ class FuseCollectives(Pass, optional=True):
         if len(dims) > 1:
             return "products read it as other matrices"
         (dim,) = dims
-        others = [view for view in views if any(u not in products for u in _readers(view, views))]
+        read = {**dict.fromkeys(products), **views}
+        others = [view for view in views if any(user not in read for user in view.users)]
         whole = [_ordered_above(view, views, shard, dim) for view in others]
         if None in whole:
             return "it is read in the order of ranks, too"
@@ -251,10 +252,6 @@ def _views(wait: fx.Node, layout: Arrangement) -> dict[fx.Node, Arrangement]:
                 found[user] = known
                 pending.append(user)
     return {node: found[node] for node in sorted(found)}
-
-
-def _readers(view: fx.Node, views: dict[fx.Node, Arrangement]) -> list[fx.Node]:
-    return [user for user in view.users if user not in views]
 
 
 def _is_product(user: fx.Node, view: fx.Node) -> bool:

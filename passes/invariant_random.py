@@ -168,7 +168,7 @@ class InvariantRandom(Pass):
         set_region(seed, None)
         seed.meta.pop("nn_module_stack", None)
         seed.meta["custom"] = {PASS: self.name}
-        with _fake_mode(first):
+        with _result(first).fake_mode:  # type: ignore[attr-defined]
             shape = (2,) if states else ()
             seed.meta["val"] = torch.empty(shape, dtype=torch.int64, device=device)
         seed.meta[DIFF] = False
@@ -237,7 +237,3 @@ def _result(node: fx.Node) -> torch.Tensor:
     val = node.meta["val"]
     found: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
     return found
-
-
-def _fake_mode(node: fx.Node) -> Any:
-    return _result(node).fake_mode  # type: ignore[attr-defined]

@@ -81,7 +81,9 @@ def build_program(
     prepared = before.serial if again and before is not None and before.outer is None else None
     if prepared is None:
         with doing("capture"):
-            captured = capture(gm, example_inputs, dtypes, inference=_is_stored(inputs))
+            parameters = [one.real for one in inputs if isinstance(one.real, nn.Parameter)]
+            stored = all(map(is_planned, parameters))  # by an earlier graph
+            captured = capture(gm, example_inputs, dtypes, inference=stored)
     else:
         captured = prepared
     say_stored(captured, inputs, config)
@@ -234,11 +236,6 @@ def _float8(
 def _on_gpu(node: fx.Node) -> bool:
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and val.device.type == "cuda"
-
-
-def _is_stored(inputs: list[compat.GraphInput]) -> bool:
-    """Whether an earlier graph has decided where all parameters live."""
-    return all(is_planned(item.real) for item in inputs if isinstance(item.real, nn.Parameter))
 
 
 def _arrival(node: fx.Node, given: LazyGather, axis: Axis) -> State:

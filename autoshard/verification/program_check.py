@@ -171,7 +171,8 @@ def _serial_run(
     outputs = list(program.whole(*values))[: program.serial.meta[N_OUTPUTS]]
     for i in program.graph_module.meta.get(WITHHELD, ()):
         outputs[i] = None
-    given = [torch.randn_like(out) if _has_grad(out) else None for out in outputs]
+    has_grad = [isinstance(out, torch.Tensor) and out.requires_grad for out in outputs]
+    given = [torch.randn_like(out) if has else None for out, has in zip(outputs, has_grad)]
     _backward(outputs, given)
     return _Run(values, outputs, given)
 
@@ -340,10 +341,6 @@ def _leaf(value: Any, node: fx.Node) -> Any:
         return value
     leaf = value.detach().clone()
     return leaf.requires_grad_(bool(node.meta["val"].requires_grad))
-
-
-def _has_grad(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and out.requires_grad
 
 
 def _backward(outputs: Sequence[Any], grads: Sequence[torch.Tensor | None]) -> None:

@@ -99,7 +99,8 @@ class IndexFunctions:
             found = _by_number(node, args, kwargs)
         if found is None:
             raise NotIndexed(node, f"{_name(node)} is no comparison of indices that is known")
-        if isinstance(found, Affine) and not _exact(found, val):
+        whole = val.dtype in (torch.int32, torch.int64)
+        if isinstance(found, Affine) and not (found.constant or whole):
             raise NotIndexed(node, f"{_name(node)} makes {val.dtype} of positions")
         return found
 
@@ -111,10 +112,6 @@ class IndexFunctions:
         if isinstance(found, NotIndexed):
             raise found
         return Indexed(found, val)
-
-
-def _exact(found: Affine, val: torch.Tensor) -> bool:
-    return found.constant or val.dtype in (torch.int32, torch.int64)
 
 
 def input_name(node: fx.Node) -> str:

@@ -61,18 +61,10 @@ def _unsqueeze(val: torch.Tensor, x: Indexed, dim: int) -> Value:
     return moved(x.value, x.fake, dims, val)
 
 
-def _expand(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value:
-    return broadcast(x, val)
-
-
 def _transpose(val: torch.Tensor, x: Indexed, first: int, second: int) -> Value:
     dims: list[int | None] = list(range(val.dim()))
     dims[first], dims[second] = dims[second], dims[first]
     return moved(x.value, x.fake, dims, val)
-
-
-def _permute(val: torch.Tensor, x: Indexed, order: list[int]) -> Value:
-    return moved(x.value, x.fake, [d % val.dim() for d in order], val)
 
 
 def _reshape(val: torch.Tensor, x: Indexed, *args: Any) -> Value | None:
@@ -286,7 +278,9 @@ def _both(val: torch.Tensor, a: Any, b: Any) -> Value | None:
     """The and of two masks."""
     if val.dtype != torch.bool or not isinstance(a, Indexed) or not isinstance(b, Indexed):
         return None
-    x, y = (_positive(chosen(broadcast(one, val), val)) for one in (a, b))
+    masks = [chosen(broadcast(one, val), val) for one in (a, b)]
+    # each true where its condition holds, if one condition says so
+    x, y = (flipped(m) if isinstance(m, Piecewise) and not m.yes else m for m in masks)
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Affine):
             return other if one.offset else one
@@ -295,11 +289,6 @@ def _both(val: torch.Tensor, a: Any, b: Any) -> Value | None:
     if (x.yes, x.no, y.yes, y.no) != (True, False, True, False):
         return None
     return Piecewise(tuple(dict.fromkeys((*x.conditions, *y.conditions))), True, False)
-
-
-def _positive(value: Value) -> Value:
-    """The same mask, true where its condition holds, if one condition says so."""
-    return flipped(value) if isinstance(value, Piecewise) and not value.yes else value
 
 
 def _copied(val: torch.Tensor, x: Indexed, *args: Any, **kwargs: Any) -> Value | None:
@@ -337,9 +326,11 @@ RULES: dict[Any, Callable[..., Value | None]] = {
         (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _both
     ),
     aten.unsqueeze.default: _unsqueeze,
-    aten.expand.default: _expand,
+    aten.expand.default: lambda val, x, *args, **kwargs: broadcast(x, val),
     aten.transpose.int: _transpose,
-    aten.permute.default: _permute,
+    aten.permute.default: lambda val, x, order: moved(
+        x.value, x.fake, [d % val.dim() for d in order], val
+    ),
     aten.slice.Tensor: _slice,
     aten.index.Tensor: _index,
     aten.diff.default: _diff,

@@ -53,7 +53,8 @@ def gathered_layout(shard: Sequence[int], n: int) -> Arrangement:
     """Of what `n` ranks' shards are gathered to by an all-gather, or of what is reduce-scattered to
     them: blocks of whole shards along the first dim."""
     atoms = [Atom(i, size) for i, size in enumerate(shard)]
-    return _without_ones(((Atom(RANKS, n), atoms[0]), *((atom,) for atom in atoms[1:])))
+    layout = ((Atom(RANKS, n), atoms[0]), *((atom,) for atom in atoms[1:]))
+    return tuple(tuple(atom for atom in dims if atom.size != 1) for dims in layout)
 
 
 def below(node: fx.Node, layout: Arrangement) -> Arrangement | None:
@@ -144,10 +145,6 @@ def permutation(node: fx.Node) -> list[int] | None:
         order[a], order[b] = order[b], order[a]  # type: ignore[index]
         return order
     return order[::-1] if kind is aten.numpy_T else None
-
-
-def _without_ones(layout: Arrangement) -> Arrangement:
-    return tuple(tuple(atom for atom in dims if atom.size != 1) for dims in layout)
 
 
 _READS = (aten.as_strided.default, aten.as_strided_copy.default)

@@ -172,7 +172,8 @@ class Recorder(compat.TorchDispatchMode):
                 "shape" if isinstance(n, (list, tuple)) and torch.Size(n) == lane.shape else repr(n)
                 for n in group.numbers
             ]
-            known = [repr(x.item()) for x in group.tensors if self._is_known_number(x)]
+            one = [x for x in group.tensors if x.numel() == 1 and x.is_cpu]
+            known = [repr(x.item()) for x in one if not isinstance(x, compat.FakeTensor)]
             lane.trace.append(f"{func} {numbers} {known}")
         written = group.tensors[:1] if func._schema.is_mutable else []
         if name.startswith("_fused_"):
@@ -186,9 +187,6 @@ class Recorder(compat.TorchDispatchMode):
                 self.lanes[value.lane or 0].needs_whole(f"{name} makes another shape of it")
                 value = KnownValue(WHOLE, value.lane)
             self.add(out, value)
-
-    def _is_known_number(self, x: torch.Tensor) -> bool:
-        return x.numel() == 1 and x.is_cpu and not isinstance(x, compat.FakeTensor)
 
 
 class _Place(NamedTuple):

@@ -168,7 +168,8 @@ class RankPipeline:
         with torch.no_grad():
             whole = self.shared(*inputs)
             borrowed = self._borrow(channel, parameters)
-        parts = [_parts(x, dim, self.microbatches) for x, dim in zip(whole, self.dims)]
+        n = self.microbatches
+        parts = [[x] * n if d is None else x.chunk(n, d) for x, d in zip(whole, self.dims)]
         runs = []
         for stage in self.stages:
             own = [borrowed.get(i, parameters[i]) for i in stage.parameters]
@@ -324,10 +325,6 @@ class PendingBackward(NamedTuple):
     def backward(self, arrived: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """See `RankPipeline.backwards`."""
         return self.pipeline.backwards(self.channel, self.parameters, self.runs, arrived)
-
-
-def _parts(x: torch.Tensor, dim: int | None, n: int) -> Sequence[torch.Tensor]:
-    return [x] * n if dim is None else x.chunk(n, dim)
 
 
 def _rows(

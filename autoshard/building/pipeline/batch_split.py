@@ -102,7 +102,8 @@ class _Splitting:
         if best is None and node in self.own:
             best = self._with_copies(node, offered)
             if best is None:
-                raise _mixes(node, self._states(node), reasons)
+                states = [f"{each.name} {self._state(each)}" for each in operands(node)]
+                raise _mixes(node, states, reasons)
         self.chosen[node] = best or self._as_computed(node, offered[0])
 
     def _as_computed(self, node: fx.Node, whole: Strategy) -> Strategy:
@@ -136,7 +137,7 @@ class _Splitting:
 
     def _has(self, operand: fx.Node, want: State) -> bool:
         have = self._state(operand)
-        return have == want or (_whole(have) and _whole(want) and not _gradient(operand))
+        return have == want or (_whole(have) and _whole(want) and not operand.meta.get(DIFF))
 
     def _with_copies(self, node: fx.Node, offered: Sequence[Strategy]) -> Strategy | None:
         """A strategy of a node that reads rows of values that were made whole (rows of a table by
@@ -185,9 +186,6 @@ class _Splitting:
         maker, index = producer(node)
         return output_state(self.chosen[maker], index)
 
-    def _states(self, node: fx.Node) -> list[str]:
-        return [f"{operand.name} {self._state(operand)}" for operand in operands(node)]
-
 
 def _read_instead(node: fx.Node, others: Mapping[fx.Node, fx.Node]) -> None:
     for one, other in others.items():
@@ -204,10 +202,6 @@ def _expands(node: fx.Node, strategy: Strategy) -> int:
 
 def _whole(state: State) -> bool:
     return state in (I, R)
-
-
-def _gradient(node: fx.Node) -> bool:
-    return bool(node.meta.get(DIFF))
 
 
 def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError:

@@ -134,7 +134,8 @@ class StageTooLarge(PlanError):
     def __init__(self, program: PipelineProgram, rank: int, needed: int, budget: int) -> None:
         self.needed = needed
         numbers = list(range(rank, len(program.plan.stages), program.ranks))
-        named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {_spell(numbers)}"
+        first = ", ".join(map(str, numbers[:-1]))
+        named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {first} and {numbers[-1]}"
         micro = program.microbatch.microbatches
         super().__init__(
             f"{named} of {len(program.plan.stages)}, on rank {rank} of pp, "
@@ -223,10 +224,6 @@ def resident(program: PipelineProgram, rank: int, host: bool = False) -> int:
         axes = program.split_over(i)
         found += held_bytes(placeholders[i], axes, states=0 if host else 2, home=home)
     return math.ceil(found)
-
-
-def _spell(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
 
 
 class RankChoices(JoinedChoices):

@@ -273,7 +273,7 @@ def _parameters(config: Any) -> dict[str, Any]:
     """rope_theta and scaling in one, as transformers 5 keeps them, of a configuration of 4 too."""
     both = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     found = dict(both) if both else {}
-    if _nested(found):
+    if any(isinstance(value, Mapping) for value in found.values()):
         return found
     # GPT-J's configuration has the dims that turn, and no other base than this
     fixed = _PLAIN_BASE if getattr(config, "rotary_dim", None) is not None else None
@@ -287,10 +287,6 @@ def _parameters(config: Any) -> dict[str, Any]:
                 found["original_max_position_embeddings"] = original
         found["rope_type"] = kind
     return found
-
-
-def _nested(described: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Mapping) for value in described.values())
 
 
 def _scaling(described: Mapping[str, Any]) -> dict[str, Any] | None:

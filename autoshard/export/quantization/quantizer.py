@@ -174,7 +174,8 @@ def quantized_names(
             continue
         stacked = any(one.value.dim() == 3 and one.value.shape[0] in routed for one in part.sources)
         linear = stacked or all(isinstance(o, nn.Linear) and o is not head for o in owners)
-        matrices = _matrices(part.written)
+        named = (item for item in part.written.items() if item[0].endswith(_WEIGHT))
+        matrices = {name: one for name, one in named if len(one[0]) == 2}
         fitting = {name for name, one in matrices.items() if linear and _fits(one, how, routed)}
         if stacked and (len(fitting) < len(part.written) or not how.experts):
             raise export_error(
@@ -199,10 +200,6 @@ def _fits(one: Description, how: WeightLayout, routed: Collection[Any]) -> bool:
     (outputs, inputs), dtype = one
     router = outputs < _FEW or outputs in routed
     return not router and inputs % how.inputs == 0 and dtype.is_floating_point
-
-
-def _matrices(written: Mapping[str, Description]) -> dict[str, Description]:
-    return {n: one for n, one in written.items() if n.endswith(_WEIGHT) and len(one[0]) == 2}
 
 
 def quantized_parameters(

@@ -265,10 +265,6 @@ def _transposed_convolution(args: Sequence[Any], out: Any) -> int:
     return 2 * numel(args[0]) * numel(weight) // hint(weight.shape[0])
 
 
-def _general_convolution(args: Sequence[Any], out: Any) -> int:
-    return (_transposed_convolution if args[6] else _convolution)(args, out)
-
-
 def _attention(args: Sequence[Any], out: Any) -> int:
     query, key, value = args[:3]
     scores = numel(query) // hint(query.shape[-1]) * hint(key.shape[-2])
@@ -336,10 +332,6 @@ def _gathered_products(args: Sequence[Any], out: Any) -> int:
     return sum(2 * numel(made) * hint(shard.shape[-1]) for made in out[len(out) - len(weights) :])
 
 
-def _scattered_product(args: Sequence[Any], out: Any) -> int:
-    return 2 * numel(args[0]) * hint(args[1].shape[1])
-
-
 _aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(PRODUCTS - ADDED_PRODUCTS - CONVOLUTIONS, _product(0)),
@@ -349,7 +341,10 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
         (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
         _transposed_convolution,
     ),
-    **dict.fromkeys((_aten.convolution, _aten._convolution), _general_convolution),
+    **dict.fromkeys(
+        (_aten.convolution, _aten._convolution),
+        lambda args, out: (_transposed_convolution if args[6] else _convolution)(args, out),
+    ),
     **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
     **dict.fromkeys(ATTENTION, _attention),
     _aten.einsum: _einsum,
@@ -359,5 +354,7 @@ _CUSTOM_FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "transformers::grouped_mm_fallback": _product(0),
     "autoshard::experts": _experts,
     "autoshard::all_gather_matmul": _gathered_products,
-    "autoshard::matmul_reduce_scatter": _scattered_product,
+    "autoshard::matmul_reduce_scatter": lambda args, out: (
+        2 * numel(args[0]) * hint(args[1].shape[1])
+    ),
 }

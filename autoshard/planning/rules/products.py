@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from autoshard.planning.expert_columns import inner_split
 from autoshard.planning.mixtures import exchanged, not_of_zero
 from autoshard.planning.rules.call import OpCall, differentiable
@@ -185,16 +183,10 @@ def _inside(call: OpCall) -> Iterator[Strategy]:
     impl = None
     if found.body.text() != call["body"] or found.packed:
         impl = Bound.of(split_experts, local_body=found.body.text(), packed=found.packed)
-    moved = [_exchanged(stacks[i], call.n) for i, _, _ in found.packed]
-    traffic = [each for each in moved]
-    traffic += [
-        each._replace(backward=True)
-        for each, (i, _, _) in zip(moved, found.packed)
-        if differentiable(stacks[i])
-    ]
+    # gives a rank its share of both halves of a packed stack
+    packed = [stacks[i] for i, _, _ in found.packed]
+    sizes = [count(each.shape) * each.element_size() // call.n for each in packed]
+    traffic = [ImplCollective("all_to_all", size) for size in sizes]
+    trained = [one for one, each in zip(traffic, packed) if differentiable(each)]
+    traffic += [one._replace(backward=True) for one in trained]
     yield call.strategy({"stacks": list(found.states)}, P, impl, traffic)
-
-
-def _exchanged(stack: torch.Tensor, n: int) -> ImplCollective:
-    """The exchange that gives a rank its share of both halves of a packed stack."""
-    return ImplCollective("all_to_all", count(stack.shape) * stack.element_size() // n)

@@ -11,7 +11,7 @@ from autoshard.planning.rules.language import TextRule, elementwise
 from autoshard.planning.rules.layers import SEEDS
 from autoshard.planning.rules.outer_axis import beside
 from autoshard.planning.rules.table import RULES
-from autoshard.planning.strategy import Strategy, in_state, operands, results, value
+from autoshard.planning.strategy import Strategy, in_state, operands, value
 from autoshard.runtime.collectives import I, R
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
@@ -93,7 +93,8 @@ def strategies(node: fx.Node, n: int) -> tuple[list[Strategy], list[str]]:
         return [replicated], ["it draws random numbers, which must be alike on all ranks"]
     offered = [replicated]
     # the gradient of R is in parts, which rounding does not add up
-    if _any_differentiable(node) and target is not FLOAT8_LINEAR:
+    both = (call.results, map(value, call.operands))
+    if all(any(map(differentiable, each)) for each in both) and target is not FLOAT8_LINEAR:
         offered.append(call.uniform(R))
     rules = rules_for(target)
     if call.schema.is_mutable:
@@ -114,12 +115,6 @@ def draws_random_numbers(call: OpCall) -> bool:
     if call.get("train", call.get("training")) is False:
         return False
     return 0 not in [call.get(name) for name in ("p", "dropout_p", "dropout")]
-
-
-def _any_differentiable(node: fx.Node) -> bool:
-    return any(map(differentiable, results(node))) and any(
-        differentiable(value(operand)) for operand in operands(node)
-    )
 
 
 for _name, _given in RULES.items():

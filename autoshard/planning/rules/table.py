@@ -101,7 +101,7 @@ VIEWS: dict[str, RuleEntry] = {
     "aten.t": along(views.permuted(views.swapped(0, -1))),
     "aten.numpy_T": along(views.permuted(lambda call, rank: range(rank - 1, -1, -1))),
     **_aten("mT adjoint", along(views.permuted(views.swapped(-2, -1)))),
-    "aten.permute": along(views.permuted(views.by_dims)),
+    "aten.permute": along(views.permuted(lambda call, rank: call.dims("dims", rank))),
     "aten.movedim": along(views.permuted(views.by_movedim)),
     **_aten("select unbind", along(dropping)),
     **_aten("slice.Tensor narrow", along(views.sliced)),
@@ -118,8 +118,8 @@ VIEWS: dict[str, RuleEntry] = {
     "aten.tile": along(views.repeated_once),
     "aten.repeat_interleave.self_int": along(views.repeat_interleaved),
     **_aten("constant_pad_nd pad", views.padding),
-    **_aten("cat concat", views.concatenated),
-    "aten.stack": views.stacked,
+    **_aten("cat concat", views.joined),
+    "aten.stack": views.joined,
 }
 
 REDUCTIONS: dict[str, RuleEntry] = {
@@ -136,7 +136,7 @@ REDUCTIONS: dict[str, RuleEntry] = {
         "cumprod logcumsumexp sort sort.stable argsort argsort.stable topk _softmax _log_softmax",
         along(except_dims(), linear=False),
     ),
-    "aten.glu": (along(except_dims(), linear=False), views.gated),
+    "aten.glu": (along(except_dims(), linear=False), views.split),
     "aten.logsumexp": reductions.logsumexp,
     "aten.softmax.int": reductions.normalized_over(operators.softmax),
     "aten.log_softmax.int": reductions.normalized_over(operators.log_softmax),

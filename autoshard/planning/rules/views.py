@@ -125,11 +125,6 @@ def swapped(first: Any, second: Any) -> Callable[[OpCall, int], list[int]]:
     return order
 
 
-def by_dims(call: OpCall, rank: int) -> list[int]:
-    """The order of permute."""
-    return [d % rank for d in call["dims"]]
-
-
 def by_movedim(call: OpCall, rank: int) -> list[int]:
     """The order of movedim, from one dim or several."""
     moved, to = call.dims("source", rank), call.dims("destination", rank)
@@ -172,24 +167,16 @@ def _groups(before: Sequence[Size], after: Sequence[Size]) -> Iterator[tuple[lis
         return  # an empty tensor, or a size only known at run time
     while left and right:
         sources, results = [left.pop(0)], [right.pop(0)]
-        while not _same_product(before, sources, after, results):
+        while not same(math.prod(before[d] for d in sources), math.prod(after[d] for d in results)):
             have = math.prod(hint(before[d]) or 0 for d in sources)
             want = math.prod(hint(after[d]) or 0 for d in results)
-            if have <= want and left:
+            if left and (have <= want or not right):
                 sources.append(left.pop(0))
             elif right:
                 results.append(right.pop(0))
-            elif left:
-                sources.append(left.pop(0))
             else:
                 break
         yield sources, results
-
-
-def _same_product(
-    before: Sequence[Size], sources: list[int], after: Sequence[Size], results: list[int]
-) -> bool:
-    return same(math.prod(before[d] for d in sources), math.prod(after[d] for d in results))
 
 
 def diagonalised(call: OpCall) -> Iterator[Pair]:
@@ -267,30 +254,18 @@ def padding(call: OpCall) -> Iterable[Strategy]:
     return along(unpadded, linear=linear)(call)
 
 
-def concatenated(call: OpCall) -> Iterator[Strategy]:
-    """cat: every dim but the one along which the tensors are joined; partial if all are."""
+def joined(call: OpCall) -> Iterator[Strategy]:
+    """cat: every dim but the one along which the tensors are joined; stack: every dim, moved by the
+    new one. Partial if all are."""
     tensors, result = call.tensors("tensors"), call.result
     (dim,) = call.dims("dim", result.dim())
-    ranks = {tensor.dim() for tensor in tensors}
-    if ranks == {result.dim()}:  # a legacy empty tensor has another rank
-        yield from _joined(call, lambda d: d, dim)
+    ranks, stacks = {tensor.dim() for tensor in tensors}, call.op.startswith("aten.stack")
+    if stacks or ranks == {result.dim()}:  # a legacy empty tensor has another rank
+        for d in call.split_dims(tensors[0].shape, *(() if stacks else (dim,))):
+            made = S(d + (stacks and d >= dim))
+            yield call.strategy({"tensors": [S(d)] * len(tensors)}, made)
     if all(differentiable(tensor) for tensor in tensors):
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
-
-
-def stacked(call: OpCall) -> Iterator[Strategy]:
-    """stack: every dim, moved by the new one; partial if all are."""
-    tensors, result = call.tensors("tensors"), call.result
-    (dim,) = call.dims("dim", result.dim())
-    yield from _joined(call, lambda d: d + (d >= dim))
-    if all(differentiable(tensor) for tensor in tensors):
-        yield call.strategy({"tensors": [P] * len(tensors)}, P)
-
-
-def _joined(call: OpCall, result: Callable[[int], int], *whole: int) -> Iterator[Strategy]:
-    tensors = call.tensors("tensors")
-    for d in call.split_dims(tensors[0].shape, *whole):
-        yield call.strategy({"tensors": [S(d)] * len(tensors)}, S(result(d)))
 
 
 _SIZES = {
@@ -333,24 +308,16 @@ MOST_PIECES = 64  # blocks a rank cuts its shard into, at most
 
 
 def split(call: OpCall) -> Iterator[Strategy]:
-    """split and chunk along the sharded dim, where every part divides."""
+    """split, chunk and glu along the sharded dim, where every part divides."""
     (tensor,) = call.given("self")
     (dim,) = call.dims("dim", tensor.dim())
-    sizes = [part.shape[dim] for part in call.result]
-    traffic = _traffic(call, tensor, dim, sizes)
-    if traffic:
-        impl = Bound.of(split_parts, sharded_dim=dim, sizes=tuple(sizes))
-        yield call.strategy({"self": S(dim)}, S(dim), impl, traffic)
-
-
-def gated(call: OpCall) -> Iterator[Strategy]:
-    """glu along the sharded dim."""
-    (tensor,) = call.given("self")
-    (dim,) = call.dims("dim", tensor.dim())
-    sizes = [call.result.shape[dim]] * 2
-    traffic = _traffic(call, tensor, dim, sizes)
-    if traffic:
-        impl = Bound.of(with_parts, op=call.target, sharded_dim=dim, sizes=tuple(sizes))
+    if isinstance(call.result, torch.Tensor):  # glu
+        sizes = (call.result.shape[dim],) * 2
+        impl = Bound.of(with_parts, op=call.target, sharded_dim=dim, sizes=sizes)
+    else:
+        sizes = tuple(part.shape[dim] for part in call.result)
+        impl = Bound.of(split_parts, sharded_dim=dim, sizes=sizes)
+    if traffic := _traffic(call, tensor, dim, sizes):
         yield call.strategy({"self": S(dim)}, S(dim), impl, traffic)
 
 

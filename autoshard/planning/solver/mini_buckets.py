@@ -74,7 +74,8 @@ class MiniBuckets(Buckets):
         groups: list[list[Factor]] = []
         for factor in sorted(bucket, key=lambda f: (-f.table.size, f.scope)):
             joined = [scope.union(factor.scope) for scope in scopes]
-            small = [i for i, scope in enumerate(joined) if self._entries(scope) <= self._limit]
+            sizes = [math.prod(self._sizes[v] for v in scope) for scope in joined]
+            small = [i for i, size in enumerate(sizes) if size <= self._limit]
             if small:
                 at = min(small, key=lambda i: (len(joined[i]) - len(scopes[i]), i))
                 scopes[at] = joined[at]
@@ -93,9 +94,6 @@ class MiniBuckets(Buckets):
         self.work += total.size
         self.width = max(self.width, len(axes))
         return Factor(axes, total)
-
-    def _entries(self, scope: set[int]) -> int:
-        return math.prod(self._sizes[v] for v in scope)
 
 
 def refined(

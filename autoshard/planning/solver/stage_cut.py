@@ -147,7 +147,8 @@ class _CutSearch:
             # between the two: no stage faster than the bound at `low`, no sum less than at `high`
             total = ends[high].seconds - (self.microbatches - 1) * ends[high].slowest
             reached = (self.microbatches - 1) * bounds[low] + total
-            if high - low < 2 or reached >= best.seconds or _same(ends[low], ends[high]):
+            same = ends[low].cuts == ends[high].cuts
+            if high - low < 2 or reached >= best.seconds or same:
                 continue
             middle = (low + high) // 2
             ends[middle] = self._known(bounds[middle])
@@ -181,10 +182,6 @@ class _CutSearch:
         memory = tuple(float(m[a, b]) for m, (a, b) in zip(self.memory, spans))
         seconds = (self.microbatches - 1) * max(costs) + sum(costs)
         return StageCut(tuple(ends[1:-1]), max(costs), seconds, memory)
-
-
-def _same(one: StageCut, other: StageCut) -> bool:
-    return one.cuts == other.cuts
 
 
 def _sums(values: Sequence[float]) -> Array:

@@ -114,10 +114,6 @@ def _rank(node: fx.Node) -> int:
     return len(node.meta["val"].shape)
 
 
-def _pointwise(self: Carrier, node: fx.Node) -> Place | None:
-    return self.broadcast(node.all_input_nodes, _rank(node))
-
-
 def _product(self: Carrier, node: fx.Node) -> Place | None:
     x, y = node.args[-2:] if node.target is aten.addmm.default else node.args[:2]
     if node.target is aten.addmm.default and self.of(node.args[0]) is not None:
@@ -311,7 +307,9 @@ def _attention(self: Carrier, node: fx.Node) -> Place | None:
 
 _SIZED = (aten.reshape.default, aten.expand.default, aten.slice.Tensor)
 _RULES: dict[Any, Carries] = {
-    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys(
+        POINTWISE, lambda self, node: self.broadcast(node.all_input_nodes, _rank(node))
+    ),
     aten.linear.default: _linear,
     **dict.fromkeys((aten.matmul.default, aten.addmm.default), _product),
     **dict.fromkeys(OVER_DIMS, _over),
