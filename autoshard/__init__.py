@@ -6,8 +6,6 @@ The public names, and where they are defined, stand in `__init__.pyi`. They are 
 importing the package costs nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

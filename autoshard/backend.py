@@ -5,8 +5,6 @@ shard, plans the graph again with their storage fixed, rewrites it to local shap
 Dynamo traces again in between where it may see another graph of stored parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence

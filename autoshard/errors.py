@@ -1,7 +1,5 @@
 """Errors a user may want to catch; the classes are defined in `autoshard.runtime.errors`."""
 
-from __future__ import annotations
-
 from autoshard.runtime.errors import AutoshardError as AutoshardError
 from autoshard.runtime.errors import CaptureError as CaptureError
 from autoshard.runtime.errors import CollectiveError as CollectiveError

@@ -7,8 +7,6 @@ built.
 A model of a Hugging Face directory, of the class and with the weights that the directory has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings

@@ -1,7 +1,5 @@
 """A model by name: `module:factory`, a Hugging Face directory, or a configuration class."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

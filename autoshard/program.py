@@ -3,8 +3,6 @@
 The programs that are alive in this process, for `autoshard.programs`.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import weakref

@@ -3,8 +3,6 @@
 They are those from which models compiled with `rng="tracker"` draw (docs/randomness.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 """`autoshard.shard`: plan a model and store its parameters as shards, without a step; and
 `autoshard.reshard`: the same for one that trains already, with what it has learnt."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

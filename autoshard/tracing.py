@@ -1,7 +1,5 @@
 """`autoshard.trace`: plan and rewrite a model for one rank of any mesh, starting no process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A file with the loss and the norm of gradients of each backward, by which runs are compared."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Callable, Iterable

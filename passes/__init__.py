@@ -1,7 +1,5 @@
 """Graph passes: one a file. What they share is in base.py and lib/, their order in pipeline.py."""
 
-from __future__ import annotations
-
 if __name__ != "autoshard.passes":
     raise ImportError(f"import this package as 'autoshard.passes', not {__name__!r}")
 

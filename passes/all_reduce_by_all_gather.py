@@ -14,8 +14,6 @@ Runs last, on the graphs that are compiled: `Program.collectives` lists the all-
 this is one way to do it. NCCL has a protocol of its own for small messages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import fx

@@ -4,8 +4,6 @@ A pass rewrites a graph in place and reports; it never lints, recompiles or logs
 runner's part (pipeline.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -18,8 +18,6 @@ On a hybrid mesh the all-reduce over the outer axis takes the reduced bucket of 
 is: one for one, with no copy between.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -23,8 +23,6 @@ Not done: padding (an uneven shard is padded before its own gather, which reache
 of even size).
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -28,8 +28,6 @@ an accumulating graph the axes outside of that one are left out: no gradient rea
 Not done: bucketing and scheduling, which are passes over the forward and backward graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

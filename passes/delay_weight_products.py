@@ -19,8 +19,6 @@ Not done: a gather of the backward of a row-parallel layer, for which its own tw
 could run beside those of the layer before, which would hold their operands for longer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import fx

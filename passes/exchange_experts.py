@@ -27,8 +27,6 @@ stacks that are split by experts on a planned axis too, unless both axes divide 
 are gathered as those of any other layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

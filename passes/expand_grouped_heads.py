@@ -20,8 +20,6 @@ Not done: where the axis divides the key heads (they shard as they are), or does
 query heads (nothing would shard).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

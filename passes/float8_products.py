@@ -16,8 +16,6 @@ Not done: graphs without gradients (evaluation, generation); grouped products of
 of two activations, convolutions; weights gathered in float8 over the data-parallel axes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -23,8 +23,6 @@ along the dim that a product sums over; a gather that only the product of a weig
 float8 products.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

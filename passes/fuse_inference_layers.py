@@ -17,8 +17,6 @@ Not done: a norm between the sum and the residual (Gemma), and a sum that others
 added; layers with gradients, whose backward would have to be written.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ where otherwise it is the mean of the ranks' means.
 Not done: losses outside of the compiled model, and means that a model writes by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

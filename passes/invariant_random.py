@@ -19,8 +19,6 @@ a loop each; dropout between the layers of a packed recurrent network. They draw
 generator, alike on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -16,8 +16,6 @@ Not done: what shares its memory with a result or with another kept value stays 
 so does what is not dense; other values wait for no prediction of time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -17,8 +17,6 @@ Not done: bucketing, scheduling and recomputation policy of the collectives; tho
 the forward and backward graphs that AOTAutograd makes of this one.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

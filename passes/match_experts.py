@@ -24,8 +24,6 @@ operator by operator; what is near a mixture and is none is in the report and in
 ep (`exchange_experts`).
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Sequence

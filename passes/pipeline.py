@@ -1,7 +1,5 @@
 """The order of the passes, in one literal tuple, and the only code that runs them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

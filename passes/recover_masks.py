@@ -34,8 +34,6 @@ has no kernel of many lengths for on a GPU, or of padding alone in sequences sho
 `PADDING_FROM`; why is in `meta[ATTENTION_MASKS]`, for `explain`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple

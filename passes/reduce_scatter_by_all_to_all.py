@@ -13,8 +13,6 @@ Runs last, on the graphs that are compiled: `Program.collectives` lists the redu
 this is one way to do it. Other backends, such as NCCL, have their own.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 

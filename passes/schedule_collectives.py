@@ -24,8 +24,6 @@ within one process group does not change, so that all ranks agree on it.
 Not done: a cost model of what overlaps with what; prefetching further than one bucket.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import fx

@@ -17,8 +17,6 @@ Not done: rows that are cut off in front; losses of each token (reduction="none"
 a shape; sizes that are known at run time only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

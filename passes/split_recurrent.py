@@ -13,8 +13,6 @@ What follows can then give those dropouts the numbers of any other.
 Not done: packed sequences (the `.data` overloads) and LSTMs with projections.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ flattens what it has of them (`runtime/operators/vocabulary.py`).
 Not done: losses of each token (reduction="none"), whose result has the flattened shape.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

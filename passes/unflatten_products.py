@@ -19,8 +19,6 @@ sequence, whose tokens are its parts, flattened or not; an addend that is no vec
 or is multiplied.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Torch's own keys keep their spelling in the code: `val` (the fake of a node's va
 `nn_module_stack`, `recompute` and `ac_graph_id` (a region of activation checkpointing), `custom`.
 """
 
-from __future__ import annotations
-
 # Of a GraphModule.
 
 N_OUTPUTS = "n_outputs"

@@ -20,8 +20,6 @@ next is read and the one before is written back. On a GPU the two ways have a st
 buffers are pinned; on a CPU the copies are plain, and the order is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

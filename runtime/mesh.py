@@ -1,7 +1,5 @@
 """The device mesh: axes by name, the process group behind them, or neither of them offline."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import os

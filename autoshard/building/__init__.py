@@ -1,7 +1,5 @@
 """From a captured call to the program of each rank: built, and agreed on by all."""
 
-from __future__ import annotations
-
 from autoshard.building.all_ranks import (
     agree_on_unsharded,
     build_agreed,

@@ -9,8 +9,6 @@ when parameters have been frozen or freed: the job and the parameters, and of th
 not depend on a batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ program is built for a batch of which they are true, another for any batch, and 
 before it picks one (`autoshard.backend`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ Every cp rank has the same graph, because only dims are split that cp divides. W
 it: they are stored by rows, and gathered with those of the data-parallel axes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,6 @@ operators do is learnt from each trial: it tells which choice of the next placem
 and passes over placements that would need too much with any.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import warnings

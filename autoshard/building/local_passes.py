@@ -1,8 +1,6 @@
 """The passes before planning and those that make a planned graph one rank's, with their options;
 what is refused and said where they find what they cannot do."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """From Dynamo's graph to a Program: capture, passes, plan, rewrite. Starts no process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """`autoshard plan`, `explain`, `verify`, `compile`, `export` and `measure`, each with `--help`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`autoshard explain MODEL --mesh tp=8`: what one rank would run, and why, as text or a page."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

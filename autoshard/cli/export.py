@@ -1,7 +1,5 @@
 """`autoshard export FORMAT MODEL DIRECTORY --mesh tp=2`: what an inference server loads."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import shutil

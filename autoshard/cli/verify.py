@@ -3,8 +3,6 @@
 `autoshard verify LOG --against LOG`: where do two runs part, by what they wrote of each step?
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

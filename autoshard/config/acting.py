@@ -4,8 +4,6 @@ An option on a mesh that has none of its axes has nothing to do: docs/options.md
 program is the one without it. Entries of an option stand under the field of `Config` that they are.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@
 Each entry is a field of `Config`. Options that stand alone have the field's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text and HTML about a program: what is sharded, why not, and what it costs."""
 
-from __future__ import annotations
-
 from autoshard.explain.pages import pipeline_page, write_page
 from autoshard.explain.reasons import check_strict
 from autoshard.explain.tables import human, table

@@ -7,8 +7,6 @@ are planned on the captured graph and priced from the plan, by the model of `aut
 (docs/planning.md): the same plan on the same machine takes the same seconds there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 

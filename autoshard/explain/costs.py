@@ -1,7 +1,5 @@
 """What each collective of a program costs and which line causes it; the data behind `explain`."""
 
-from __future__ import annotations
-
 import linecache
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

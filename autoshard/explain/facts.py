@@ -1,7 +1,5 @@
 """Facts: all that the text and the page say of a program, each computed once, when it is asked."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

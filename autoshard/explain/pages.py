@@ -9,8 +9,6 @@ or one that joins values of several vertices (a residual addition, a gate). Oper
 belong to the edges. Layers that are planned alike are one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter, defaultdict

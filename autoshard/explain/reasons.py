@@ -1,7 +1,5 @@
 """Why a parameter is where it is, and what stayed whole: for `explain` and for `strict`."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 

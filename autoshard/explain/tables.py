@@ -1,7 +1,5 @@
 """Tables and amounts as text that fits a terminal, or a pipe."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

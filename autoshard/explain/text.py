@@ -1,7 +1,5 @@
 """`Program.explain()`: the plan, where each parameter is and why, what each collective costs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

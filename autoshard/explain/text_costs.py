@@ -1,8 +1,6 @@
 """The parts of `explain` that are about cost: the dearest collective, all of them, alternatives, an
 optimizer's step (who owns which matrix, bytes and seconds)."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter, defaultdict
 from typing import Any

@@ -6,8 +6,6 @@ autoshard.export.tensorrt(model, directory, mesh={"tp": 2})          TensorRT en
 autoshard.export.onnx(model, directory, mesh={"tp": 2})              ONNX models, one a rank
 """
 
-from __future__ import annotations
-
 from autoshard.export.destination import check_target
 from autoshard.export.errors import ExportError
 from autoshard.export.quantization import QuantizedModel

@@ -2,8 +2,6 @@
 of one process reaches all that export together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

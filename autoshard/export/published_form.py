@@ -8,8 +8,6 @@ takes its defaults in silence, and the model is another one. The old names are a
 with the same values.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ stored as shards: in both cases it has the shapes of the unsharded model. The pa
 here too, one at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 a model that the command line traces, its inputs as the configuration says them.
 """
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Mapping, Sequence

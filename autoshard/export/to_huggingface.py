@@ -3,8 +3,6 @@
 What `from_pretrained`, vLLM and today's `trtllm-serve` load, and shard again themselves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

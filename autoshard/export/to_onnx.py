@@ -7,8 +7,6 @@ graph. The nodes are as TensorRT's ONNX parser reads them: lower-case names of t
 the reduction, `root` -1, the number of ranks in `nb_rank`, one group, which is not written.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

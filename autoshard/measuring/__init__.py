@@ -1,5 +1,3 @@
 """What a machine does in truth: products, memory and links, timed and fitted to the cost model."""
 
-from __future__ import annotations
-
 from autoshard.measuring.machine import Measured, measure_machine

@@ -9,8 +9,6 @@ other bound, memory, accounts for the small ones. The bandwidth is that of `a + 
 tensor: two reads and a write, as most operators between products have them.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

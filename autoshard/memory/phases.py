@@ -9,8 +9,6 @@ The rule is that of torch's graph interpreter: a value is freed after the node t
 and its memory with the last value that shares it. One walk over the graph, linear in its nodes.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping

@@ -2,8 +2,6 @@
 backward is one, or in two parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

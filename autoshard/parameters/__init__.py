@@ -1,7 +1,5 @@
 """Give parameters the storage a plan chose; fill and save them."""
 
-from __future__ import annotations
-
 from autoshard.parameters.meta_buffers import initialise_buffers
 from autoshard.parameters.safetensors import load_safetensors
 from autoshard.parameters.storage import store, store_at_home, store_unplanned

@@ -5,8 +5,6 @@ made; on the meta device the result was lost. Hugging Face's `_init_weights` com
 is asked only for modules without parameters of their own, so that it can write nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ They are written by `autoshard.export.huggingface`. Which file holds which tenso
 with one, is asked first.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Layers compiled one by one: the plan of the first gives the states of the others
 layer whose parameters are stored as those of the first are. So they are stored with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, TypeVar

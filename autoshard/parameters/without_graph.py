@@ -1,7 +1,5 @@
 """Models that were given to torch.compile, as far as no graph of theirs has decided anything."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

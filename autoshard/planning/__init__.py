@@ -1,7 +1,5 @@
 """Planning: operators' rules, costs, the exact plan of a graph, prices of a mesh."""
 
-from __future__ import annotations
-
 from autoshard.planning.context_parallel import attention_form, contiguous_share
 from autoshard.planning.cost import tensor_bytes
 from autoshard.planning.decisions import (

@@ -16,8 +16,6 @@ of one another row by row. A region of attention by rows gets it where every ope
 to treat the rows of a shard alike; else its shards stay contiguous, and `unbalanced` says why.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ of a stack to its mixture depends on both: on how the stack is stored, and on ho
 and what travels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

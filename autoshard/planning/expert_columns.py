@@ -5,8 +5,6 @@ makes columns, which a rank may hold a share of, as long as everything up to the
 elementwise; that product sums over them. Halves of packed columns, [gate | up], are split alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Fusion of operators into kernels, as the cost model assumes it of a compiler."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

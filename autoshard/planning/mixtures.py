@@ -1,8 +1,6 @@
 """A mixture of experts in a plan: which way it is split, and the rows inside of it, which no edge
 of the graph shows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

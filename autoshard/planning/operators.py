@@ -4,8 +4,6 @@ The entries are packets (every overload of an operator), so that one set serves 
 and the graphs AOTAutograd makes; `packet(node)` is what to look up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner's prices on one mesh axis: seconds of stored bytes and of changes of state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

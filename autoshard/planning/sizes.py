@@ -1,7 +1,5 @@
 """Sizes of dims: when one may be split over n ranks, and why not otherwise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

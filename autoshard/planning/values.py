@@ -1,7 +1,5 @@
 """Properties of a node for the planner: who decides its state, its bytes, where it may be split."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any

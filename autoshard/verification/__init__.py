@@ -5,7 +5,5 @@
 `program_check`). Each quantity is a `Comparison`; all of them are the `Proof`.
 """
 
-from __future__ import annotations
-
 from autoshard.verification.proof import Proof, verify
 from autoshard.verification.subject import Subject

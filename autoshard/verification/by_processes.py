@@ -6,8 +6,6 @@ numbers runs as the program of one process that draws what a mesh draws (`rng="i
 program is then compared with the model itself in eval mode.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import itertools

@@ -10,8 +10,6 @@ one of its sign. Anything else is infinitely far off. A largest error is taken b
 and `>` forget a NaN that does not come first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

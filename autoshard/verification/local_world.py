@@ -7,8 +7,6 @@ Processes are started afresh and the job travels as a pickle. What cannot travel
 interactive session or of the running script, a lambda) is inherited: the process is forked.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ gradient of every differentiable input, under random output gradients (which see
 gradient of one loss). Ranks run in lockstep threads, so no process group is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

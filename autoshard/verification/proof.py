@@ -7,8 +7,6 @@ backend, its compilers, its storage and the optimizer do not take part: what is 
 plan, the rules, the rewritten graphs and their collectives.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What `autoshard.verify` verifies: a model, its batch, its loss, and one training step of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

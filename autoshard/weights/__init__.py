@@ -7,8 +7,6 @@ Every process of a link takes part in each update, by one of these functions. Wh
 follows from what each of them holds (`moves.py`); an update is done by all or by none.
 """
 
-from __future__ import annotations
-
 from autoshard.weights.link import WeightLink, meet
 from autoshard.weights.parts import Sender, Tensors, part_of, parts_of
 from autoshard.weights.servers import ServerTensors

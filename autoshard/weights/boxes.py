@@ -1,7 +1,5 @@
 """Boxes of a tensor's elements: what a rank holds, wants or sends of it, in the whole's indices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 

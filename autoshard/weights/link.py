@@ -11,8 +11,6 @@ where the store dies and one of the processes that have read the decision too (r
 both), those that are left may have read different things.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -8,8 +8,6 @@ so that no plan's fullest sender has less than their mean: the bound of a maximu
 slice.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

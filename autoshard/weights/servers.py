@@ -7,8 +7,6 @@ divided; the rows beyond it are zeros. And the weights of a running engine, by t
 model it was exported from: where in each of them a rank's lie stands in the engine's config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

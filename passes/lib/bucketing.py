@@ -7,8 +7,6 @@ by itself stays alone: merged, it would be copied in and out, and save no latenc
 graph is the same on all ranks of its axis, and so are its buckets.
 """
 
-from __future__ import annotations
-
 import heapq
 import operator
 from collections.abc import Callable, Sequence

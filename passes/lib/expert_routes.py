@@ -1,7 +1,5 @@
 """The routing of a mixture of experts, read backwards from one of its products."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass

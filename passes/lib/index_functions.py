@@ -5,8 +5,6 @@ structure of the tree (index_values.py has the functions, index_rules.py the ope
 answer holds for every index, costs nothing for a million tokens, and holds for symbolic sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

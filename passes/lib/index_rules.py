@@ -1,7 +1,5 @@
 """Operators on tensors that are functions of their indices: the function of each result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

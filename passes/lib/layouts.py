@@ -12,8 +12,6 @@ would find other elements. `arrange` gives it memory as it was in the trace, bef
 rewritten; `as_traced` does so for the operand of one rank.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

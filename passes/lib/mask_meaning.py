@@ -5,8 +5,6 @@ The proof is of every entry, for every value of symbolic sizes. A condition is a
 key), so its extremes over a triangle of pairs are at the corners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

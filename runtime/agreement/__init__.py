@@ -1,7 +1,5 @@
 """Ranks compare what they do, and say why they failed."""
 
-from __future__ import annotations
-
 from autoshard.runtime.agreement.backwards import (
     REPLICAS,
     count_stored,

@@ -10,8 +10,6 @@ the graphs reduce as compiled. Where not, their collectives would not meet:
 - on the other axes all raise. There forwards gather, and are compared before (`history`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import weakref

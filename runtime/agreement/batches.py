@@ -1,7 +1,5 @@
 """The batch of a group of ranks that compute one thing together: compared, or sent by the first."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import MutableSequence, Sequence
 from typing import Any, NamedTuple

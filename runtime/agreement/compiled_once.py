@@ -10,8 +10,6 @@ Or a process compiles it before the job, for all ranks (`autoshard compile`), in
 job is given in the place of its plan: `AHEAD`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

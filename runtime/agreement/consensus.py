@@ -1,7 +1,5 @@
 """Ranks compare what they are about to do, before any of them does it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

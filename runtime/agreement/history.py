@@ -13,8 +13,6 @@ still. They are proof: a rank that has entered a collective which another one ha
 that one does not come to because it waits for the first at something else, waits for ever.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections import deque

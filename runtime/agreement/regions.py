@@ -1,7 +1,5 @@
 """Code in which a rank meets others in collectives: errors that name the rank that is missing."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import linecache

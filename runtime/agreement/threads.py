@@ -12,8 +12,6 @@ A rank that waits there for a process which was killed hears nothing of it: rank
 No thread is left in a call of torch when the process exits, for that would abort it: `Background`.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

@@ -10,8 +10,6 @@ where it is only when it has waited, a few ranks of a group look for those that 
 others ask now and then for the one key of a failure: the more ranks there are, the less often.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """The exchange of the world that runs now: made with it, and told when this process ends."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

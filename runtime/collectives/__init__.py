@@ -1,7 +1,5 @@
 """Mesh axes, states of a value on an axis, and the change from one to another."""
 
-from __future__ import annotations
-
 from autoshard.runtime.collectives.axis import (
     CHOICES,
     DATA_AXES,

@@ -14,8 +14,6 @@ Parameters are stored as shards, and gathered for their use, on the axes of data
 cp where it stands beside tp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -22,8 +22,6 @@ at each all-reduce. The reduction is the backend's; the arithmetic around it is 
 which makes one kernel of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ runtime/collectives/states.py says which collective or local step each conversio
 AOTAutograd traces through it to `_c10d_functional` operators.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

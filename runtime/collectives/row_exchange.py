@@ -6,8 +6,6 @@ size that is known at run time only. A rank to which nobody sends a row takes pa
 has one row of zeros, which it sends to nobody: kernels refuse products over no row at all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

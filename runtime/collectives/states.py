@@ -22,8 +22,6 @@ one conversion is, `change_steps` what a change is (the two tables of Megatron's
     S -> S'   all-to-all       all-to-all        the rest is local
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

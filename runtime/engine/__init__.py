@@ -6,7 +6,5 @@ engine = autoshard.runtime.engine.load("engines")
 print(engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=32))
 """
 
-from __future__ import annotations
-
 from autoshard.runtime.engine.generation import Engine, NewWeights
 from autoshard.runtime.engine.loading import FORMAT, FORMAT_VERSION, TensorRT, load, read_config

@@ -2,8 +2,6 @@
 logits, the likeliest or drawn of the likely ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ is read, and the SHA-256 of an engine is that of config.json before TensorRT see
 is imported when an engine is loaded, by the name in config.json, which is one of BUILDERS.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Attention to the keys that a causal mask with a window, documents or padding lets through."""
 
-from __future__ import annotations
-
 from autoshard.runtime.masked_attention.operator import (
     MASKED_ATTENTION,
     masked_both_ends,

@@ -1,8 +1,6 @@
 """Attention to ranges of keys in blocks of query rows: no scores but those of a block exist, and
 keys before the first that a block sees are not read. On any device, in any dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -13,8 +13,6 @@ outside of windows and documents costs nothing: on a GPU by kernels of sequences
 It is composite: of documents on a GPU the bounds are an operator of their own, which layers share.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

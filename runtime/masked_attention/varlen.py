@@ -6,8 +6,6 @@ feature of queries and keys: their scores are so low that their part of the sum 
 it is traced; here it is read when the kernel is called.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

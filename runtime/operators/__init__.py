@@ -1,7 +1,5 @@
 """Operators computed on shards: the algorithms that sharding rules name."""
 
-from __future__ import annotations
-
 from autoshard.runtime.operators.attention import (
     attend_by_heads,
     attend_to_both_ends,

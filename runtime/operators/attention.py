@@ -1,7 +1,5 @@
 """Attention where a rank holds part of the heads, or part of the query rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -25,8 +25,6 @@ logits: an operator takes strings. It is a JSON list of [name, *arguments], in t
 Each has its derivative beside it: inside an operator autograd records nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ The last result is [rows, hidden]. Every operator keeps the rows apart: row i of
 on row i of its operands, and on the expert that the row belongs to.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ Where experts are split over an axis ep besides, each algorithm of the planned a
 rows travel there (`_exchanged`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

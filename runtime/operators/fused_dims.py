@@ -6,8 +6,6 @@ so that the parts can be split off locally. Blocks move by one all-to-all of a s
 gathering the dim would move n times as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

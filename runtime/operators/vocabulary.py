@@ -9,8 +9,6 @@ that counts, whose own mean would be 0 / 0, and NaN times its share of nothing i
 So it computes a mean over stand-ins, which is finite, and takes nothing of it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """An optimizer's step: on this rank's parts, or in the host's memory."""
 
-from __future__ import annotations
-
 from autoshard.runtime.optimizer.derived import unhooked_step
 from autoshard.runtime.optimizer.exchange import Sharers
 from autoshard.runtime.optimizer.matrix_owners import (

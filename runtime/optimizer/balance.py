@@ -4,8 +4,6 @@ The makespan of jobs on identical machines: longest job first, then branch and b
 Most sets need no search, since the first guess meets the lower bound.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 One all-to-all a direction and bucket, of bytes, so that dtypes mix. What a rank keeps is copied.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ What reads a parameter whole, and multiplies or factorises it, is done once: by 
 ranks that hold parts or copies of it. The seconds of all are balanced.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -10,8 +10,6 @@ An optimizer's state has the parameter's placement wherever it lies, so state di
 optimizer on the device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

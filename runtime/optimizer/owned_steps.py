@@ -4,8 +4,6 @@ By buckets, so that what travels is bounded, and one bucket travels while anothe
 Elementwise states stay parts, like the parameter; states of other shapes are the owner's alone.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence, Set

@@ -1,7 +1,5 @@
 """Transfers between neighbouring stages: activations forward, their gradients back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol

@@ -15,8 +15,6 @@ model training on GPU clusters", 2021, section 2.2), `zb1` the ZB-H1 of P. Qi et
 pipeline parallelism", 2023, section 3.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 

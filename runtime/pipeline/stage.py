@@ -1,7 +1,5 @@
 """A stage at work: forwards and backwards of micro-batches, with their transfers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Random numbers that do not depend on the mesh, and the states they start from."""
 
-from __future__ import annotations
-
 from autoshard.runtime.randomness.distributions import (
     cauchy,
     geometric,

@@ -5,8 +5,6 @@ the rows of the whole tensor that a rank holds. The numbers have the distributio
 operator of that name; they are not its numbers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

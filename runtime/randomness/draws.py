@@ -12,8 +12,6 @@ The seed comes from the CPU generator whatever the device, so that `torch.manual
 same numbers everywhere and `torch.get_rng_state` saves them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ s + 1024 + 100 * expert rank, where s is torch's seed, folded with the index of 
 device's. Exactly one state is in torch's generators at any time; the others wait here.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from typing import Any

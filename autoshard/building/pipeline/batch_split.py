@@ -18,8 +18,6 @@ Mean losses as sums over the whole batch's tokens, so that micro-batches add up 
 The count is of the whole batch, made of the labels alone: each micro-batch divides its sum by it.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence

@@ -3,8 +3,6 @@
 Data-parallel ranks beside the stages of a pipeline: what they gather and reduce.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

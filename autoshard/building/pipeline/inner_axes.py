@@ -10,8 +10,6 @@ Weights are whole on cp in that graph: they are gathered once a call, as on dp_s
 micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType

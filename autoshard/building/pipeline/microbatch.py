@@ -5,8 +5,6 @@ micro-batch's graph    rows of shared values -> outputs of these rows, with para
 shared graphs          whole batch -> shared values: labels, positions, masks, counts of tokens
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A pipeline of one graph: captured, its batch and its operators cut. Starts no process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

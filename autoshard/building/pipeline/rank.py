@@ -1,7 +1,5 @@
 """One rank's part of a pipeline: its stage's graph compiled, its actions, what it lends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

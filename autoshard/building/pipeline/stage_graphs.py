@@ -5,8 +5,6 @@ If its backward returned them, all of one micro-batch would be there beside thei
 would need its parameters' size once more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

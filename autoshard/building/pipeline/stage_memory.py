@@ -11,8 +11,6 @@ is kept anyway. Of each it keeps as many micro-batches as the schedule has under
 again for one at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

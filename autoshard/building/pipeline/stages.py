@@ -7,8 +7,6 @@ A pipeline's part of a plan file says where a graph is cut and what is stored wh
 cut adds that to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What one may ask of a pipeline before any process starts: `autoshard.trace` on a mesh with pp."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The roles of a decoder's weights, read from its serial graph."""
 
-from __future__ import annotations
-
 from autoshard.export.decoder.hf_config import (
     ConfigFacts,
     architecture_of,

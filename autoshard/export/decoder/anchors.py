@@ -6,8 +6,6 @@ Everything between two of them is parameter-free and is told by what it computes
 Norms of a graph: layer_norm and rms_norm, as one operator or written out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One attention of a decoder: heads, norms, rotary embedding, which rows of which weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

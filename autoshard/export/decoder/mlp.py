@@ -2,8 +2,6 @@
 stacks of matrices and the router that chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

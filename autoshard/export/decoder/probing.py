@@ -6,8 +6,6 @@ and interleaved qkv weight that become query head 3, an activation, the frequenc
 embedding: each is read off the result of running the nodes in between on values that tell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

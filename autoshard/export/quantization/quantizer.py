@@ -12,8 +12,6 @@ A quantized checkpoint in shares: what each of several processes computes of it,
 that it needs for that, so that it can go to a running server without a file.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

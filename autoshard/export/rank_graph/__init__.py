@@ -1,7 +1,5 @@
 """The inference graph of one rank, its weights and the directory they are written to."""
 
-from __future__ import annotations
-
 from autoshard.export.rank_graph.cache import Runner, stand_in
 from autoshard.export.rank_graph.files import configuration, file_digest, write_ranks
 from autoshard.export.rank_graph.graph import Port, RankGraph

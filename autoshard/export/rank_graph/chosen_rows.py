@@ -23,8 +23,6 @@ Choices of other ranks' experts have a place behind the last block, and count ze
 Not done: what computes experts in another way than traced_model.py, or with a collective inside.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

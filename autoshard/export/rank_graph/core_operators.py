@@ -10,8 +10,6 @@ It is traced again with decompositions until only `CORE` is left, or nothing mor
 decomposed; what is left then has no name here, and an exporter says so, node by node.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ its own, run once a text.
 So the keys and values of cross-attention are made once, and a decoder is left as any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 an axis of the inputs, the sequence or the batch, lies in a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 its `config.json` says all that a runner must know beside them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Plain functions of tensors: a rank graph that holds them runs in torch, which is how it is checked.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -6,8 +6,6 @@ They follow `localize` of the passes that training has, whose contract is theirs
 dataclass, keeps the graph in place, computes the values of the nodes it makes, and reports.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

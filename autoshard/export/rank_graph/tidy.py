@@ -23,8 +23,6 @@ name_placeholders: each placeholder is named by what it stands for, and says wha
 Tensors that the graph holds become placeholders too: an exporter asks one place for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ what a key-value cache asks of a graph, experts are one dim, which ranks can spl
 depends on the data. Which rows are computed in the end is chosen afterwards (chosen_rows.py).
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -10,8 +10,6 @@ A rank's parts of weights, quantized or not, are read here too, from one process
 sharded job.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """TensorRT engines with collectives inside, one a rank."""
 
-from __future__ import annotations
-
 from autoshard.export.to_tensorrt.engine import (
     builder_module,
     cpu_engine,

@@ -2,8 +2,6 @@
 TensorRT say of each value must agree; profiles, capabilities, and what the builder says.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ and the known sizes that TensorRT inferred. A collective does what its recorded 
 a wrong reduction the numbers are wrong, with one rank it does nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Each kind of TensorRT layer as torch computes it, from the attributes the layer has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 engine backend and loads a Hugging Face directory instead (`autoshard.export.huggingface`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -4,8 +4,6 @@ The fields, their names and defaults are those of TensorRT-LLM 0.16 to 1.2; thos
 alone has come last.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from autoshard.export.decoder import Attention, ConfigFacts, Decoder, Mlp, config_facts

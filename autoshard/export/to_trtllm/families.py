@@ -5,8 +5,6 @@ would be lost. Names of architectures are those of its MODEL_MAP, 0.20 to 1.2. W
 apart is read off a decoder: each feature a name and a plain value.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

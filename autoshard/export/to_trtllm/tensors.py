@@ -5,8 +5,6 @@ Linear weights are (out, in). Layers count from 0 within a pipeline stage. Names
 usual ones in one place: `mlp.fc` is the activated projection and `mlp.gate` the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

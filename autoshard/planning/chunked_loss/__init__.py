@@ -1,7 +1,5 @@
 """Losses by chunks of rows: which of a graph can go so, and what that spares and adds."""
 
-from __future__ import annotations
-
 from autoshard.planning.chunked_loss.choice import (
     LARGE,
     NEEDED,

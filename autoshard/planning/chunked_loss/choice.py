@@ -1,8 +1,6 @@
 """Which losses of a planned graph go by chunks of rows: decided for all ranks, from what that
 spares a rank, and what it adds: bytes, from sizes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

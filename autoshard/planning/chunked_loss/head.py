@@ -3,8 +3,6 @@
 hidden, weight -> product -> casts, a softcap, scales, cuts, views -> loss
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

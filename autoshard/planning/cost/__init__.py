@@ -1,7 +1,5 @@
 """The costs of operators and collectives on a described machine."""
 
-from __future__ import annotations
-
 from autoshard.planning.cost.clusters import DEFAULT_HARDWARE, Cluster, Machine, cluster, cluster_of
 from autoshard.planning.cost.machines import Link
 from autoshard.planning.cost.merged import (

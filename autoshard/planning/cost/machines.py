@@ -1,7 +1,5 @@
 """A device, a link, and what programs get of both, as the cost model describes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

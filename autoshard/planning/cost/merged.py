@@ -16,8 +16,6 @@ so that it spares the shorter of the two, less what starting takes. Where an ope
 product and a gradient is the sum of several (of q, k and v), their factors are copied side by side.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ reads the addends of all others: so it is done on CPUs (passes/all_reduce_by_all
 is charged alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Time and memory of a training step on a mesh, from the plan alone."""
 
-from __future__ import annotations
-
 from autoshard.planning.estimate.frontiers import Frontier, Point, frontier
 from autoshard.planning.estimate.memory import Footprint, SavedForBackward, Saving, footprint, held
 from autoshard.planning.estimate.mesh import (

@@ -17,8 +17,6 @@ operands, its result and one number a row, never the scores.
 Not counted: regions of activation checkpointing (all counts as if there were none).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 

@@ -1,7 +1,5 @@
 """Roofline seconds of an operator's forward on the shapes of one rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The values of a planned graph that a rank may keep for the backward, or compute again there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -25,8 +25,6 @@ the room. Borders lie where little crosses: between two peaks of the bytes that 
 least twice what is alive at the border; none lies inside a region of the user's.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

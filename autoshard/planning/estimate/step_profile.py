@@ -10,8 +10,6 @@ gradient; that of attention, which computes its scores again, 2.5 times its forw
 "FlashAttention-2", 2023, section 3.3); of anything else, twice its memory traffic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ that of a bucket of this weight alone, but that a bucket's latency is shared by 
 bytes (`DataAxes`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

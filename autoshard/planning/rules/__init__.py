@@ -1,6 +1,4 @@
 """Operator knowledge: which strategies each operator has, one line an operator."""
 
-from __future__ import annotations
-
 from autoshard.planning.rules.registry import rules_for, sharding_rule, strategies
 from autoshard.planning.rules.views import size_entry

@@ -1,7 +1,5 @@
 """A call of an operator in the serial graph, as a sharding rule sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ argument. What the backward makes for an operand decides its state: the shard th
 of one that is whole, parts that add up (R) or the same on every rank (I).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

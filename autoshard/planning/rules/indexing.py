@@ -1,7 +1,5 @@
 """Operators that read or write by index."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -16,8 +16,6 @@ An operand (in the order of the operator's tensor arguments) is a list of dims; 
 - `+` marks a term: it is added to the result, so it is P wherever the result is P.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, NoReturn

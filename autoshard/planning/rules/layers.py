@@ -5,8 +5,6 @@ Random numbers that are a function of the element: every dim shards, as in eleme
 The operator on a shard counts elements from the shard's place in the whole tensor (`on_shard`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

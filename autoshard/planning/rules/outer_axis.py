@@ -6,8 +6,6 @@ over tp it passes partial sums, and shards of any other dim. What is not known h
 tp, which is right for all of them: the ranks of tp then do the same over cp.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -13,8 +13,6 @@ tokens and a reduce-scatter where the tokens are split around the mixture, an al
 are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from autoshard.planning.expert_columns import inner_split

@@ -1,8 +1,6 @@
 """Operators that reduce a dim: over a sharded one they give a partial result, or communicate.
 Losses over classes are sharded by tokens, or by classes without ever gathering the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The strategies that a node of the serial graph may use, and reasons against others."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -4,8 +4,6 @@ Elementwise operators need no line here (they have torch.Tag.pointwise); those l
 in some operand, so that a partial sum passes through them, or lack the tag.
 """
 
-from __future__ import annotations
-
 from autoshard.planning.rules import (
     indexing,
     layers,

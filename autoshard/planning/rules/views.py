@@ -8,8 +8,6 @@ the fused dim holds rows of one part or of two; one all-to-all of a shard's size
 its share of each part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple

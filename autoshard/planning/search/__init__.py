@@ -1,8 +1,6 @@
 """The search of a plan: what is asked, the cheapest of one axis or of two, those that fit; and
 where a graph may be cut into stages."""
 
-from __future__ import annotations
-
 from autoshard.planning.search.asked import Request, fingerprint, with_graph
 from autoshard.planning.search.one_axis import PlanEstimate, at_dearer_bytes, estimates, plan_graph
 from autoshard.planning.search.stages import (

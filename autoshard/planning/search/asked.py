@@ -14,8 +14,6 @@ ep. Beside pp a weight is gathered before the first micro-batch and kept to the 
 whole and once are all there is; where no dp_shard is, once and twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

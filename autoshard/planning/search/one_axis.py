@@ -8,8 +8,6 @@ each time, and the estimate of the step, which knows what overlaps, decides betw
 with transfers to the host).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ that want it. What a reader wants in a third outer state is charged to it as one
 could share that, so that the sum is never more than what the plan costs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

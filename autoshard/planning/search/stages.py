@@ -7,8 +7,6 @@ the whole graph does (`part_trade`). Stages of one rank that are there choose to
 (`JoinedChoices`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass

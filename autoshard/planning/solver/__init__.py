@@ -1,7 +1,5 @@
 """Exact minimisation: of pairwise costs over a factor graph, of a cut, of a chain's stages."""
 
-from __future__ import annotations
-
 from autoshard.planning.solver.cuts import UNCUT, minimum_cut
 from autoshard.planning.solver.elimination import fill_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Solution, TooWide

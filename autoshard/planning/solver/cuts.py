@@ -4,8 +4,6 @@ Source: E. A. Dinic, "Algorithm for solution of a problem of maximum flow in net
 estimation", Soviet Mathematics Doklady 11, 1970.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 UNCUT = 1 << 80

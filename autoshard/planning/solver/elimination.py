@@ -10,8 +10,6 @@ Aalborg University, 1990). It takes longer to find, and is worth it where domain
 pairs of states of two axes its tables have a tenth of the entries.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

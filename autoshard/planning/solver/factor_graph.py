@@ -11,8 +11,6 @@ Nothing here knows about tensors. Every choice is ordered by variable index, so 
 gives the same assignment in every process.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import string

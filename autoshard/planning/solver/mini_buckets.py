@@ -9,8 +9,6 @@ assignment is read off the parts; where it costs no more than the bound it is th
 unrolled recurrence, whose steps all read the same weights, is solved so in thousandths of the work.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -13,8 +13,6 @@ function of that bound, of which the best point is found by bisection over the c
 have, leaving out what a lower bound rules out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Attention in any form that models write it in, as `operators.attention`, and what it may see."""
 
-from __future__ import annotations
-
 from autoshard.export.rank_graph.attention_forms.engine_forms import (
     CachedMasks,
     ExpandAttention,

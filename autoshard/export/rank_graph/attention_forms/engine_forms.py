@@ -41,8 +41,6 @@ With sinks, each row's weights are divided by their sum and the sink's: softmax 
 more, without joining it on. Scores are float32.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

@@ -17,8 +17,6 @@ So T5 has it, of rows that it learns. A bias that sizes alone decide (alibi writ
 is such a table by its values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -17,8 +17,6 @@ batch; up to the product with the values.
 Not done: scales that are tensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The key-value cache of a rank graph: its rewriting, and the proof that nothing else is cached."""
 
-from __future__ import annotations
-
 from autoshard.export.rank_graph.cache.comparison import (
     Runner,
     check_cached,

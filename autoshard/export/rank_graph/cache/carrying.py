@@ -4,8 +4,6 @@ An operator that computes each place of the axis from the same place of its oper
 other mixes places, and so does each that has no rule here.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ each rank's own part, as often as there are ranks. So no rank waits for another,
 not the model's; that what is cached says what is not cached is seen as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -15,8 +15,6 @@ The cut is made as early as one value has all that the logits read of the tokens
 behind it computes a token by itself is what carrying.py has shown.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

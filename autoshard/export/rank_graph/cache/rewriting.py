@@ -22,8 +22,6 @@ token decides is looked up by its position (tables.py); every other graph is ref
 of the operator that looks further.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

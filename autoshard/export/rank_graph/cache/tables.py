@@ -11,8 +11,6 @@ table where fewer tokens make its first rows. A value that parameters decide too
 parameter or a lookup in one, is computed in the graph for as many tokens as the cache holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

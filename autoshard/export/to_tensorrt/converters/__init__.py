@@ -1,7 +1,5 @@
 """ATen operators as TensorRT layers: each module of converters adds its own to CONVERTERS."""
 
-from __future__ import annotations
-
 from autoshard.export.to_tensorrt.converters import (  # imported to register
     arithmetic,
     products,

@@ -2,8 +2,6 @@
 softmax, top-k and norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

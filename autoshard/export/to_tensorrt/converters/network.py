@@ -3,8 +3,6 @@
 Collectives as native layers of the engine, over the one process group it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

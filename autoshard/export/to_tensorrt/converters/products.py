@@ -3,8 +3,6 @@
 Attention and the key-value cache, one layer each.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Lookups by index.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 
