@@ -4,26 +4,35 @@ Layers compiled one by one: the plan of the first gives the states of the others
 
 `for layer in model.layers: layer.compile(backend="autoshard")` makes one graph, which serves every
 layer whose parameters are stored as those of the first are. So they are stored with it.
+
+And models that were given to torch.compile, as far as no graph of theirs has decided anything.
 """
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoshard.compiling import use_by
-from autoshard.config import Config
+from autoshard.config import Config, axis_sizes
 from autoshard.errors import ConfigError
-from autoshard.runtime.agreement import everyone, from_first
-from autoshard.runtime.collectives import H, I, S, State, data_axes, data_states
-from autoshard.runtime.mesh import Mesh
+from autoshard.planning import Plan
+from autoshard.runtime.agreement import attempt, everyone, from_first, wait_at_most
+from autoshard.runtime.collectives import DATA_AXES, H, I, S, State, data_axes, data_states
+from autoshard.runtime.mesh import Mesh, init_mesh
 from autoshard.runtime.parameters import (
     Holders,
+    expect_stored,
     models_of,
     names_of,
+    note_attributes,
+    refuse_ddp,
     set_choice,
     set_planned,
     set_policy,
@@ -209,3 +218,43 @@ def _resting_state(parameter: nn.Parameter, n: int) -> State:
     """The stored state of a parameter until a graph reads it: vectors whole, the rest by rows."""
     rows = parameter.shape[0] if parameter.dim() > 1 else 0
     return S(0) if rows >= n else I
+
+
+def store_what_is_left(models: list[nn.Module], options: dict[str, Any]) -> None:
+    """Store models whose frames Dynamo left to eager code, on a mesh whose ranks have batches of
+    their own: nothing else would reduce their gradients, and the ranks would train apart."""
+    refuse_ddp(models)
+    parameter = next((p for model in models for p in model.parameters()), None)
+    config = Config.from_options(options)
+    if parameter is None or config.mesh is None:
+        return
+    mesh = init_mesh(config.mesh, parameter.device.type)
+    if data_axes(mesh.axes):
+        with attempt():
+            wait_at_most(config.timeout)
+            store_unplanned(models, mesh, config)
+
+
+def expect_reduced(model: nn.Module, options: dict[str, Any], disabled: bool) -> None:
+    """Have steps on the parameters of a model be errors while no call has stored them, where its
+    ranks have batches of their own. disabled: whether torch.compile returned it as it is."""
+    refuse_ddp([model])
+    note_attributes(model)
+    expect_stored(model, functools.partial(_why, options, disabled))
+
+
+def _why(options: dict[str, Any], disabled: bool, parameter: torch.Tensor) -> str:
+    config = Config.from_options(options)
+    sizes = axis_sizes(config.mesh)
+    if config.mesh is None and config.plan is not None:
+        plan = config.plan if isinstance(config.plan, Plan) else Plan.load(Path(config.plan))
+        sizes = plan.mesh or {}
+    if sizes and not any(sizes.get(axis, 1) > 1 for axis in DATA_AXES):
+        return ""  # the ranks have one batch, and compute the same
+    mesh = " x ".join(f"{axis}={size}" for axis, size in sizes.items()) or "a mesh to be chosen"
+    reason = "no compiled call has stored them on it"
+    if disabled:
+        reason = "torch.compile is disabled (TORCHDYNAMO_DISABLE=1, or disable=True)"
+    elif isinstance(parameter, nn.Parameter) and (kind := unstorable(parameter)):
+        reason = f"the first cannot be stored on it: {kind}"
+    return f"the model was given to torch.compile for {mesh}, and {reason}"

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
+from autoshard import measuring as machine
 from autoshard.cli import main
-from autoshard.measuring import machine
-from autoshard.measuring.machine import Sample, fitted
+from autoshard.measuring import Sample, fitted
 from autoshard.planning.cost import COLLECTIVES, Link, cluster, collective_seconds
 from gloo_pool import GlooPool
 

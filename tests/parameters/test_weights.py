@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import autoshard
 from autoshard.errors import AutoshardError
-from autoshard.parameters.meta_buffers import initialise_buffers
+from autoshard.parameters.safetensors import initialise_buffers
 from autoshard.verification.comparison import furthest
 from joined_batch import Sizes, part
 from live_storages import LiveStorages
