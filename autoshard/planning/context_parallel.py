@@ -307,12 +307,16 @@ def in_plain_order(text: str) -> str:
 
 
 def _row_by_row(node: fx.Node, strategy: Strategy) -> bool:
-    """Whether the operator treats the rows of the sharded dim alike, wherever they stand. One that
-    runs on a shard as it would on the whole is not told where that is."""
+    """Whether the operator treats the rows of the sharded dim alike, wherever they stand. An ATen
+    operator that runs on a shard as on the whole does, if it keeps their number; a user's, which a
+    rule of theirs splits, may go by blocks of rows."""
+    target = node.target
     if strategy.impl is not None:
-        function = getattr(strategy.impl, "function", strategy.impl)
-        return function in _ALIKE_IMPLS
-    return isinstance(node.target, torch._ops.OpOverload)
+        return getattr(strategy.impl, "function", strategy.impl) in _ALIKE_IMPLS
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    known = target.namespace == "aten" or target is MASKED_ATTENTION
+    return known or torch.Tag.pointwise in target.tags
 
 
 _ALIKE_IMPLS = (*BALANCED, loss_over_tokens, share_of_mean, share_of_equal_mean)
