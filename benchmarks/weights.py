@@ -36,7 +36,7 @@ import autoshard
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_part, stored_states
 from autoshard.weights import parts_of
-from autoshard.weights.moves import common, elements
+from autoshard.weights.boxes import common, elements
 from llama_model import Llama, Shape
 
 GB = 1e9

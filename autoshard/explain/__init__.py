@@ -2,5 +2,5 @@
 
 from autoshard.explain.pages import pipeline_page, write_page
 from autoshard.explain.reasons import check_strict
-from autoshard.explain.tables import human, table
 from autoshard.explain.text import explain
+from autoshard.explain.text_costs import human, table

@@ -9,7 +9,7 @@ from autoshard.compiling import EQUAL_LAYERS, Built, layer_of, not_captured, par
 from autoshard.explain import text_costs
 from autoshard.explain.costs import folded, named
 from autoshard.explain.facts import Facts
-from autoshard.explain.tables import human, page_width, table
+from autoshard.explain.text_costs import human, page_width, table
 from autoshard.memory import KINDS, Memory
 from autoshard.passes import LossFound, MaskFound, MixtureFound, ProductFound, module_path
 from autoshard.planning import (

@@ -17,7 +17,7 @@ from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, stored_states
-from autoshard.weights.moves import Box, elements
+from autoshard.weights.boxes import Box, elements
 
 
 class HeldPart(NamedTuple):

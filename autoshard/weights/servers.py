@@ -15,7 +15,7 @@ import torch
 from autoshard.errors import AutoshardError
 from autoshard.runtime.collectives import shard_dim
 from autoshard.runtime.engine import Engine, NewWeights
-from autoshard.weights.moves import Box
+from autoshard.weights.boxes import Box
 from autoshard.weights.parts import Offered, WantedBox
 
 #: Layer -> the dim of its weight that is divided: outputs (0), or inputs (1), whose bias is whole.

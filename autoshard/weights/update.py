@@ -16,6 +16,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError
 from autoshard.runtime.engine import Engine
+from autoshard.weights.boxes import Box, box_of, common, view
 from autoshard.weights.link import (
     DEVICE_GROUPS,
     Refused,
@@ -25,19 +26,7 @@ from autoshard.weights.link import (
     place_of,
     world_link,
 )
-from autoshard.weights.moves import (
-    ALIGNED,
-    Box,
-    Layouts,
-    Move,
-    Want,
-    box_of,
-    common,
-    padded,
-    plan_moves,
-    rounds,
-    view,
-)
+from autoshard.weights.moves import ALIGNED, Layouts, Move, Want, padded, plan_moves, rounds
 from autoshard.weights.parts import (
     Conversion,
     Converted,

@@ -12,7 +12,7 @@ from torch import nn
 import autoshard
 from autoshard.explain.costs import folded, named
 from autoshard.explain.reasons import whole
-from autoshard.explain.tables import clipped, human, milliseconds, page_width, table
+from autoshard.explain.text_costs import clipped, human, milliseconds, page_width, table
 from autoshard.program import Program
 from autoshard.runtime.errors import PlanError
 from golden_text import golden

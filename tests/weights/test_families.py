@@ -11,7 +11,8 @@ import torch
 from autoshard.runtime.collectives import H, I, S, data_states
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import local_bounds
-from autoshard.weights.moves import Box, Layouts, Want, plan_moves, view
+from autoshard.weights.boxes import Box, view
+from autoshard.weights.moves import Layouts, Want, plan_moves
 from families import FAMILIES
 
 Sizes = dict[str, int]

@@ -16,21 +16,8 @@ from autoshard.errors import AutoshardError
 from autoshard.runtime.collectives import I, S
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import local_bounds
-from autoshard.weights.moves import (
-    Box,
-    Layouts,
-    Move,
-    Want,
-    apart,
-    common,
-    elements,
-    levelled,
-    plan_moves,
-    rounds,
-    slices,
-    view,
-    without,
-)
+from autoshard.weights.boxes import Box, apart, common, elements, slices, view, without
+from autoshard.weights.moves import Layouts, Move, Want, levelled, plan_moves, rounds
 
 SLICE = 64
 

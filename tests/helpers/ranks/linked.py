@@ -12,7 +12,7 @@ import torch.distributed as dist
 from autoshard.runtime.mesh import offline_mesh
 from autoshard.runtime.parameters import local_bounds
 from autoshard.weights import WeightLink
-from autoshard.weights.moves import view
+from autoshard.weights.boxes import view
 from autoshard.weights.parts import HeldPart, Sender, Tensors
 from autoshard.weights.update import Update
 
