@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -82,14 +84,16 @@ def inductor_compile(
             options["static_input_idxs"] = [*range(own), *(own + i for i in fixed)]
             moving.update(_made_outside(graph))
         if finish is None:
-            with doing(work), in_regions(regions, doing):
+            with doing(work), in_regions(regions, doing), _unlogged():
                 return compile_fx_inner(graph, inputs, **options)
+        _compiled_late(graph)
         finish(graph, backward)
         with (
             doing(work),
             config.patch(post_grad_custom_post_pass=keep_order(order)),
             first_compiles(graph, once),
             in_regions(regions, doing),
+            _unlogged(),
         ):
             return compile_fx_inner(graph, inputs, **options)
 
@@ -99,13 +103,49 @@ def inductor_compile(
     digest = f"{digest}{short and short.key}"
     keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
-    with config.patch(**cached, **partitioner(gm, cut), **_growing(short, grown)):
+    with config.patch(**cached, **partitioner(gm, cut), **_growing(short, grown)), _unlogged():
         given: Any = gm if short is None else short.module
         given = taking_a_list(given) if takes_list else given
         compiled: Any = compile_fx(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
         )
     return compiled  # type: ignore[no-any-return]
+
+
+def _compiled_late(graph: fx.GraphModule) -> None:
+    """Have a module that Inductor reads as a graph be printed as code when somebody reads or calls
+    it, as most of those that reach Inductor are, and not after each of our stages."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    if type(graph).__bases__ == (fx.GraphModule,):  # each has a class of its own
+        graph.__class__ = type(type(graph).__name__, (_LazyGraphModule,), {})
+        graph.recompile()
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without what torch makes of whole graphs for its logs alone, where nobody reads them: their
+    texts, a hash of each input, a copy for a repro. It grows with the layers."""
+    from torch._dynamo import config
+    from torch._functorch._aot_autograd import graph_compile
+    from torch._inductor import codecache, compile_fx
+
+    def read(log: logging.Logger) -> bool:
+        return bool(logging.getLogger("torch.__trace").handlers) or log.isEnabledFor(logging.INFO)
+
+    left_out: dict[tuple[Any, str], Any] = {}
+    if not (read(graph_compile.aot_graphs_log) or read(graph_compile.aot_joint_log)):
+        left_out[graph_compile, "_log_joint_graph"] = None
+        left_out[graph_compile, "_log_fw_bw_graphs"] = (None, None)
+    if not read(codecache.log):
+        left_out[codecache.FxGraphCachePickler, "debug_lines"] = []
+    with contextlib.ExitStack() as stack:
+        for (where, name), result in left_out.items():
+            stack.enter_context(mock.patch.object(where, name, lambda *_, result=result: result))
+        if config.repro_after is None:
+            same = mock.patch.object(compile_fx, "wrap_compiler_debug", lambda inner, **_: inner)
+            stack.enter_context(same)
+        yield
 
 
 def _compiles_together(config: Any) -> bool:
@@ -137,7 +177,8 @@ def first_compiles(graph: fx.GraphModule, once: Once | None = None) -> Iterator[
         yield
         return
     inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
-    key = hashlib.sha256("\n".join([graph.code, *inputs]).encode()).hexdigest()
+    text = graph.graph.python_code("self").src
+    key = hashlib.sha256("\n".join([text, *inputs]).encode()).hexdigest()
     lock = FileLock(str(Path(get_lock_dir()) / f"autoshard-{key}.lock"))
     with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
         lock.acquire(timeout=LOCK_TIMEOUT)

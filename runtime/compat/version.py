@@ -111,7 +111,12 @@ for with a default, because some versions lack it, is not here."""
 COMPILERS = """
 torch._dynamo.backends.common.aot_autograd
 torch._dynamo.backends.debugging.boxed_nop
+torch._dynamo.config
 torch._dynamo.utils.GmWrapper
+torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs
+torch._functorch._aot_autograd.graph_compile._log_joint_graph
+torch._functorch._aot_autograd.graph_compile.aot_graphs_log
+torch._functorch._aot_autograd.graph_compile.aot_joint_log
 torch._functorch.aot_autograd.aot_module_simplified
 torch._functorch.config
 torch._functorch.partitioners.min_cut_rematerialization_partition
@@ -120,11 +125,13 @@ torch._guards.detect_fake_mode
 torch._guards.tracing
 torch._inductor.codecache.CppPythonBindingsCodeCache
 torch._inductor.codecache.CppWrapperCodeCache
+torch._inductor.codecache.FxGraphCachePickler.debug_lines
 torch._inductor.codecache.LOCK_TIMEOUT
 torch._inductor.codecache._precompile_header
 torch._inductor.codecache.cache_dir
 torch._inductor.codecache.get_lock_dir
 torch._inductor.codecache.get_path
+torch._inductor.codecache.log
 torch._inductor.codecache.write_atomic
 torch._inductor.compile_fx._recursive_post_grad_passes
 torch._inductor.compile_fx.compile_fx
@@ -133,6 +140,7 @@ torch._inductor.compile_fx.fake_tensor_prop
 torch._inductor.compile_fx.fx_codegen_and_compile
 torch._inductor.compile_fx.get_input_idxs_to_check
 torch._inductor.compile_fx.record_original_output_strides
+torch._inductor.compile_fx.wrap_compiler_debug
 torch._inductor.config
 torch._inductor.custom_graph_pass.CustomGraphPass
 torch._inductor.custom_graph_pass.get_hash_for_files
@@ -153,6 +161,7 @@ torch._inductor.virtualized.V
 torch.compiler._cache.CacheArtifact
 torch.compiler._cache.CacheArtifactFactory
 torch.compiler._cache.CacheArtifactManager
+torch.fx._lazy_graph_module._LazyGraphModule
 torch.utils._filelock.FileLock
 torch.utils._ordered_set.OrderedSet
 """.split()

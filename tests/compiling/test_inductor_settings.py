@@ -5,6 +5,7 @@ What makes Inductor keep the order of the collectives, and reduce buckets in pla
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -23,6 +24,7 @@ from autoshard.passes.base import Context
 from autoshard.passes.bucket_gradients import BucketGradients
 from autoshard.passes.lib.bucketing import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.runtime.collectives.axis import Axis
+from autoshard.runtime.compat.inductor import _unlogged
 from bucketed import between, program, reductions, wait_of
 
 
@@ -96,3 +98,16 @@ def test_an_all_reduce_writes_to_the_bucket_that_only_it_reads() -> None:
     reduce_in_place(gm.graph)
     targets = [n.target for n in gm.graph.nodes if n.target in (ALL_REDUCE, IN_PLACE)]
     assert Counter(targets) == {IN_PLACE: 1, ALL_REDUCE: 2}
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_graphs_are_printed_for_who_reads_them(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch._aot_autograd import graph_compile
+
+    monkeypatch.setattr(
+        logging.getLogger("torch.__trace"), "handlers", [logging.NullHandler()] * read
+    )
+    usual = graph_compile._log_fw_bw_graphs
+    with _unlogged():
+        assert (graph_compile._log_fw_bw_graphs is usual) == read
+    assert graph_compile._log_fw_bw_graphs is usual
