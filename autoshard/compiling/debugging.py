@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from autoshard.compiling.rendering import render
@@ -145,10 +144,6 @@ class WorkShown:
             self._stack.pop()
             if not self._stack:
                 gc.set_threshold(*self._thresholds)
-                if torch.is_grad_enabled() and not gc.get_freeze_count():
-                    # a backward is compiled next: one full collection, behind it, is enough
-                    gc.freeze()
-                    gc.unfreeze()
                 if self._timer is not None:
                     self._timer.cancel()
             self._show()
