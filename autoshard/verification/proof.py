@@ -70,7 +70,7 @@ def _comparisons(
     config = Config.from_options({**options, "mesh": dict(sizes)})
     program, values = _traced(model, parts[0], mesh, config)
     others = [
-        intercept(model, *part, lambda gm, *call: _values(*call), dynamic=False)
+        intercept(model, part[0], part[1], lambda gm, *call: _values(*call), dynamic=False)
         for part in parts[1:]
     ]
     allowed = floor_of(model) if tolerance is None else tolerance
@@ -111,7 +111,7 @@ def _traced(
         )
         return program, _values(example, inputs)
 
-    return intercept(model, *part, plan, dynamic=False)
+    return intercept(model, part[0], part[1], plan, dynamic=False)
 
 
 def _values(example: Sequence[Any], inputs: list[compat.GraphInput]) -> list[Any]:
