@@ -132,7 +132,11 @@ class Canonicalize(Pass):
     ) -> None:
         if node in escaping:
             report.skip(node, "its memory reaches an output")
-        elif node.target is aten.clone.default and node.args[0] in given:
+        elif (
+            node.target is aten.clone.default
+            and node.kwargs.get("memory_format") is not torch.contiguous_format  # a reshape's own
+            and node.args[0] in given
+        ):
             report.skip(node, "its input may be written before the backward that reads it")
         elif strides is not None:
             report.skip(node, f"{strides.name} depends on strides")
