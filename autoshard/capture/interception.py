@@ -116,16 +116,21 @@ def of_batch(
         if isinstance(one, torch.Tensor):
             shape, stride = (tuple(map(sized, each)) for each in (one.shape, one.stride()))
             if shape != one.shape or stride != one.stride():
-                return one.new_empty_strided(shape, stride, requires_grad=one.requires_grad)
+                key = shape, stride, one.dtype, one.device, one.requires_grad
+                if key not in values:  # equal layers share them
+                    values[key] = one.new_empty_strided(
+                        shape, stride, requires_grad=one.requires_grad
+                    )
+                return values[key]
         return one
 
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, made, values = fx.Graph(), dict[fx.Node, fx.Node](), dict[Any, torch.Tensor]()
     for node in captured.graph.nodes:
         new = made[node] = graph.node_copy(node, made.__getitem__)
         new.args, new.kwargs = fx.node.map_aggregate((new.args, new.kwargs), sized)
         if "val" in node.meta:
             new.meta["val"] = pytree.tree_map(sized, node.meta["val"])
-    found = fx.GraphModule(captured, graph)
+    found = compat.without_code(captured, graph)
     found.meta = dict(captured.meta)
     reals = [one.real for one in inputs]
     few = [x if x is None or x.shape[:1] != (_MARK,) else x[:samples] for x in reals]

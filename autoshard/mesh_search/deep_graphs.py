@@ -138,7 +138,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a captured graph that passes may rewrite; the values are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))  # type: ignore[arg-type]
-    made = fx.GraphModule(gm, graph)
+    made = compat.without_code(gm, graph)
     made.meta = dict(gm.meta)
     return made
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._decomp import decompositions
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
@@ -43,6 +44,12 @@ class Short:
     module: fx.GraphModule
     grow: Callable[[fx.Graph], None]
     key: str
+
+
+def without_code(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph whose code is written when it is first run or printed: most that a search
+    plans never are, and GraphModule writes and compiles it each time a graph is set."""
+    return _LazyGraphModule(root, graph)
 
 
 def taking_a_list(gm: fx.GraphModule) -> Any:

@@ -95,6 +95,7 @@ torch.distributed.tensor._dtensor_spec.TensorMeta
 torch.distributed.tensor._ops._math_ops._NormPartial
 torch.distributed.tensor.DTensor._spec
 torch.distributed.tensor.placement_types._StridedShard
+torch.fx._lazy_graph_module._LazyGraphModule
 torch.multiprocessing.reductions.StorageWeakRef
 torch.nn.Module._call_impl
 torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
