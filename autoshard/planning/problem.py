@@ -165,10 +165,12 @@ class Builder:
             return domain, np.array([self.prices.storage(node, state) for state in states])
         if node.op == "get_attr":
             return [Strategy((), I)], np.zeros(1)
-        domain, declined = self._enumerate(node)
+        ways = self._ways(node)
+        alike = (*self.signature(node), *ways)
+        domain, declined = self._enumerate(node, ways, alike)
         if declined:
             self.problem.declined[node] = declined
-        costs = self._node_costs(node, operands(node), domain)
+        costs = self._node_costs(node, operands(node), domain, alike)
         if node in self._caches:
             whole = [shard_dim(output_state(s, None)) is None for s in domain]
             costs = costs + self.prices.held_whole() * np.array(whole)
@@ -203,9 +205,9 @@ class Builder:
             return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))
 
-    def _enumerate(self, node: fx.Node) -> tuple[list[Strategy], list[str]]:
-        ways = self._ways(node)
-        key = (*self.signature(node), *ways)
+    def _enumerate(
+        self, node: fx.Node, ways: tuple[str, ...], key: tuple[Any, ...]
+    ) -> tuple[list[Strategy], list[str]]:
         if key not in self._strategies:
             found, declined = rules.strategies(node, self.n)
             if self.even:
@@ -236,7 +238,11 @@ class Builder:
     # Unary costs
 
     def _node_costs(
-        self, node: fx.Node, tensors: list[fx.Node], domain: list[Strategy]
+        self,
+        node: fx.Node,
+        tensors: list[fx.Node],
+        domain: list[Strategy],
+        alike: tuple[Any, ...],
     ) -> np.ndarray:
         """Roofline seconds of each strategy, forward and backward, as a compiler would fuse it.
 
@@ -248,8 +254,8 @@ class Builder:
         if self.origin and node.target is redistribute:
             made = [s.output for s in domain]
             return np.array([self.origin.change(node, state, self.n) for state in made])  # type: ignore[arg-type]
-        reads, written = self._memory(self.origin.nodes.get(node) if self.origin else node, tensors)
-        key = (self.signature(node), *self._ways(node), tuple(reads), written)
+        reads, written = self.memory(self.origin.nodes.get(node) if self.origin else node, tensors)
+        key = (alike, tuple(reads), written)
         if key in self._units:
             return self._units[key]
         flops = float(cost.node_flops(node))
@@ -287,7 +293,7 @@ class Builder:
         self._units[key] = np.array(costs)
         return self._units[key]
 
-    def _memory(self, node: fx.Node | None, tensors: list[fx.Node]) -> tuple[list[bool], bool]:
+    def memory(self, node: fx.Node | None, tensors: list[fx.Node]) -> tuple[list[bool], bool]:
         """Which operands the kernel of a node reads from memory, and whether it writes there."""
         if node is None:  # of no node of the serial graph
             return [True] * len(tensors), True

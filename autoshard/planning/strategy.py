@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.collectives import State
+from autoshard.runtime.collectives import Axis, State
 
-_NESTED = frozenset({tuple, list, fx.immutable_collections.immutable_list})
+_NESTED = frozenset({tuple, list, fx.immutable_collections.immutable_list, Axis})
 _FLAT = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 

@@ -20,6 +20,7 @@ from autoshard.planning.context_parallel import BALANCED, HeadTail, unequal
 from autoshard.planning.cost import Machine
 from autoshard.planning.decisions import Decisions, Origin
 from autoshard.planning.expert_axis import STACKS
+from autoshard.planning.mixtures import is_mixture
 from autoshard.planning.prices import Prices
 from autoshard.planning.problem import Builder, Problem
 from autoshard.planning.search.asked import Request, builder_of, fingerprint, may_be_sharded
@@ -44,6 +45,10 @@ MOST_WORK = 2**36
 
 # A reader: its variable, and the pair that each of its strategies wants.
 _PairReader = tuple[int, list[StatePair]]
+
+
+# The pairs of strategies of a node, and all that the inner axis offers beside the first.
+_Results = list[tuple[Strategy, Strategy, list[Strategy]]]
 
 
 def _graph() -> FactorGraph:
@@ -96,7 +101,8 @@ class JointBuilder:
         self.origin, self.problem = self.inner.origin, JointProblem()
         self._local: dict[tuple[Any, ...], fx.Node] = {}
         self._tables: dict[tuple[Any, ...], ValueTables] = {}
-        self._results: dict[fx.Node, list[tuple[Strategy, Strategy, list[Strategy]]]] = {}
+        self._results: dict[fx.Node, _Results] = {}
+        self._known: dict[tuple[Any, ...], tuple[_Results, list[float]]] = {}
 
     def build(self) -> JointProblem:
         """All variables first, then the factors along every edge."""
@@ -120,16 +126,28 @@ class JointBuilder:
     # Variables
 
     def _variable(self, node: fx.Node) -> None:
-        found, seconds = [], []
+        if node.op == "call_function" and not is_mixture(node):
+            reads, written = self.inner.memory(node, [])  # with which kernels are fused
+            domain = id(self.alone.domains[node])
+            key = (self.outer.signature(node), domain, tuple(reads), written)
+            if key not in self._known:
+                self._known[key] = self._pairs(node)
+            found, seconds = self._known[key]
+        else:
+            found, seconds = self._pairs(node)
+        self._results[node] = found
+        self.problem.domains[node] = [(first, second) for first, second, _ in found]
+        variable = self.problem.graph.variable(len(found), np.array(seconds), node.name)
+        self.problem.variables[node] = variable
+
+    def _pairs(self, node: fx.Node) -> tuple[_Results, list[float]]:
+        found, seconds = _Results(), list[float]()
         for first in self.alone.domains[node]:
             local = self._on_rank(node, first)
             domain, costs = self._offers(local, node)
             found += [(first, second, domain) for second in domain]
             seconds += list(costs)
-        self._results[node] = found
-        self.problem.domains[node] = [(first, second) for first, second, _ in found]
-        variable = self.problem.graph.variable(len(found), np.array(seconds), node.name)
-        self.problem.variables[node] = variable
+        return found, seconds
 
     def _on_rank(self, node: fx.Node, strategy: Strategy) -> fx.Node:
         """What a rank of the outer axis runs for `node`, or takes as an input."""
