@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.compat.aot import (
@@ -115,8 +116,6 @@ def inductor_compile(
 def _compiled_late(graph: fx.GraphModule) -> None:
     """Have a module that Inductor reads as a graph be printed as code when somebody reads or calls
     it, as most of those that reach Inductor are, and not after each of our stages."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
     if type(graph).__bases__ == (fx.GraphModule,):  # each has a class of its own
         graph.__class__ = type(type(graph).__name__, (_LazyGraphModule,), {})
         graph.recompile()

@@ -162,7 +162,6 @@ torch._inductor.virtualized.V
 torch.compiler._cache.CacheArtifact
 torch.compiler._cache.CacheArtifactFactory
 torch.compiler._cache.CacheArtifactManager
-torch.fx._lazy_graph_module._LazyGraphModule
 torch.utils._filelock.FileLock
 torch.utils._ordered_set.OrderedSet
 """.split()
