@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.errors import AutoshardError
-from scenarios.job import DATA_AXES, WIDTH, Job, Net
+from scenarios.job import DATA_AXES, WIDTH, Job
 from scenarios.methods import Autoencoder, steps
 
 
@@ -118,39 +118,4 @@ def gradients_before(job: Job) -> None:
         job.backward(model, step)
     job.record_model(net, gradients=True)
     optimizer.step()
-    job.record_model(net)
-
-
-class Queued(Net):
-    """A queue of keys, a buffer: forward reads a copy of it and writes it behind a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.randn(WIDTH, 12))
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query = super().forward(x)
-        scores = query @ self.queue.clone().detach()
-        at = int(self.at)
-        with torch.no_grad():
-            self.queue[:, at : at + len(x)] = query.t()
-            self.at[0] = (at + len(x)) % 12
-        return scores
-
-
-def queue_of_keys(job: Job) -> None:
-    """MoCo's queue: the copy that forward read is what backward reads."""
-    torch.manual_seed(1)
-    net = Queued()
-    compiled = job.compile(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4, WIDTH, generator=generator)  # the same keys on every rank
-        optimizer.zero_grad()
-        loss = compiled(x).logsumexp(1).mean()
-        job.record_loss(loss, step)
-        loss.backward()
-        optimizer.step()
     job.record_model(net)

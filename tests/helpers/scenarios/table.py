@@ -188,7 +188,6 @@ METHODS: dict[str, Scenario] = {
     "only a part is compiled": partly_compiled.parts,
     "a part of the compiled model": partly_compiled.part_of_the_compiled,
     "a head beside the compiled model": partly_compiled.beside,
-    "a queue of keys": partly_compiled.queue_of_keys,
 }
 
 HABITS: dict[str, Scenario] = {
