@@ -159,7 +159,7 @@ def several_ways(job: Job) -> None:
         try:
             loss.backward()
         except RuntimeError as error:
-            job.record(f"{name} again", "a second " in str(error))
+            job.record(f"{name} again", "a second time" in str(error))
         if job.sharded:
             losses = model(job.rows(1)[0]).square().mean(0)
             try:
