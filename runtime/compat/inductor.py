@@ -99,6 +99,7 @@ def inductor_compile(
             return compile_fx_inner(graph, inputs, **options)
 
     add_decompositions()
+    keep_renames()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
     digest = f"{digest}{short and short.key}"
@@ -239,6 +240,30 @@ def add_decompositions() -> None:
     if not decompositions.keys() >= DECOMPOSITIONS.keys():
         decompositions.update(DECOMPOSITIONS)
         fast_random_decomps.cache_clear()
+
+
+def keep_renames() -> None:
+    """Have a node whose loops Inductor makes anew, to fuse it on the CPU, still come after what
+    writes the buffers that it reads.
+
+    Before torch 2.14 it forgets that (pytorch#185509), and in 2.11 all of its order besides
+    (pytorch#177631): a kernel then reads the result of a collective before the wait for it.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+
+    theirs = SchedulerNode.recompute_size_and_body
+    if theirs.__module__ == __name__:
+        return
+
+    def recompute_size_and_body(self: Any, *args: Any, **options: Any) -> None:
+        reads = self.read_writes.reads
+        order = OrderedSet(dep for dep in reads if isinstance(dep, (StarDep, WeakDep)))
+        theirs(self, *args, **options)
+        anew = self.read_writes.with_read(order)
+        self.set_read_writes(anew.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body
 
 
 def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:

@@ -23,6 +23,7 @@ from autoshard.runtime.compat.inductor import (
     Order,
     add_decompositions,
     keep_order,
+    keep_renames,
     partitioner,
 )
 
@@ -128,6 +129,7 @@ def _generated(
         return to_be_read
 
     add_decompositions()
+    keep_renames()
     # nothing is compiled, so nothing may be cached; backward is made when forward is, not later
     try:
         with (

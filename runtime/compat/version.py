@@ -148,6 +148,8 @@ torch._inductor.custom_graph_pass.get_hash_for_files
 torch._inductor.debug.DebugContext
 torch._inductor.decomposition.decompositions
 torch._inductor.decomposition.fast_random_decomps
+torch._inductor.dependencies.StarDep
+torch._inductor.dependencies.WeakDep
 torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
@@ -155,6 +157,7 @@ torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.output_code.CompiledFxGraph
 torch._inductor.pattern_matcher.stable_topological_sort
+torch._inductor.scheduler.SchedulerNode.recompute_size_and_body
 torch._inductor.utils.BoxedBool
 torch._inductor.utils.fresh_cache
 torch._inductor.utils.set_tracing_context_output_strides
