@@ -97,6 +97,7 @@ def in_regions(cut: CutGraph | None, doing: Doing = contextlib.nullcontext) -> I
             return whole(gm, inputs, checked, *rest, **options)
         given = gm.graph.find_nodes(op="placeholder")
         if any(_moved(node.meta.get("val"), value) for node, value in zip(given, inputs)):
+            compile_fx.view_to_reshape(gm)  # a view of what lies otherwise now may need a copy
             compile_fx.fake_tensor_prop(gm, inputs)
         marks = _marks(gm, options)
         parts = chosen(gm, marks)
