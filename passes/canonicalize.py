@@ -14,7 +14,8 @@
   nobody else reads becomes one.
 - What changes nothing goes: assertions of metadata, whole-range slices, expansions to the same
   shape, aliases, copies of what dropout gives, detach of what has no gradient.
-- Copies go where nobody can tell: not where the memory of the copy reaches an output, and nowhere
+- Copies go where nobody can tell: not where the memory of the copy reaches an output, not of a
+  buffer or an input in training (a queue that is written before the backward, MoCo's), and nowhere
   in a graph with an operator that depends on strides.
 - What as_strided reads or writes is a copy whose memory is arranged as it was in the trace, before
   anything else is rewritten (lib/layouts.py).
@@ -43,7 +44,7 @@ from torch._ops import OpOverload
 from autoshard.passes.base import Context, Pass, Report, maker, replace
 from autoshard.passes.lib.layouts import arrange, reads_strides
 from autoshard.planning import same_shape
-from autoshard.runtime.graph_meta import DIFF
+from autoshard.runtime.graph_meta import DIFF, WITHOUT_GRADIENTS
 
 aten = torch.ops.aten
 
@@ -81,6 +82,7 @@ class Canonicalize(Pass):
         graph = gm.graph
         arrange(graph, ctx.axis.size, report, self.name)
         escaping = _escaping(graph)
+        given = set() if gm.meta.get(WITHOUT_GRADIENTS) else _given(graph)
         strides = next((node for node in graph.nodes if reads_strides(node)), None)
         for node in list(graph.nodes):
             if node.op != "call_function":
@@ -89,7 +91,7 @@ class Canonicalize(Pass):
                 graph.erase_node(node)
                 report.hits += 1
             elif node.target in _COPIES and _is_plain_copy(node):
-                self._copy(graph, node, escaping, strides, report)
+                self._copy(node, escaping, given, strides, report)
             elif (same := _identity(node)) is not None:
                 if strides is not None and node.meta["val"].stride() != same.meta["val"].stride():
                     report.skip(node, f"{strides.name} depends on strides")
@@ -122,14 +124,20 @@ class Canonicalize(Pass):
 
     @staticmethod
     def _copy(
-        graph: fx.Graph,
         node: fx.Node,
         escaping: set[fx.Node],
+        given: set[fx.Node],
         strides: fx.Node | None,
         report: Report,
     ) -> None:
         if node in escaping:
             report.skip(node, "its memory reaches an output")
+        elif (
+            node.target is aten.clone.default
+            and node.kwargs.get("memory_format") is not torch.contiguous_format  # a reshape's own
+            and node.args[0] in given
+        ):
+            report.skip(node, "its input may be written before the backward that reads it")
         elif strides is not None:
             report.skip(node, f"{strides.name} depends on strides")
         else:
@@ -213,6 +221,19 @@ def _escaping(graph: fx.Graph) -> set[fx.Node]:
         if node in escaping and _shares_memory(node):
             escaping.update(node.all_input_nodes)
     return escaping
+
+
+def _given(graph: fx.Graph) -> set[fx.Node]:
+    """Buffers, inputs and views of them: values without a gradient that the caller may write."""
+    given: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            kept = not node.meta.get(DIFF)
+        else:
+            kept = _shares_memory(node) and not given.isdisjoint(node.all_input_nodes[:1])
+        if kept:
+            given.add(node)
+    return given
 
 
 def _shares_memory(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ ENABLE_GRAD = "enable_grad"
 
 WITHOUT_GRADIENTS = "without_gradients"
 """bool: gradients are off around the call, whatever the nodes say. capture; the planner,
-Float8Products, ChunkLoss."""
+Canonicalize, Float8Products, ChunkLoss."""
 
 OUTPUT_STATES = "output_states"
 """list of State: of each of the user's results, on the planned axis. Localize; the backend."""

@@ -1,10 +1,10 @@
 """A graph that ranks of several hosts compile alike is compiled by one of them, for all.
 
 Ranks that share the folder of Inductor's cache find each other's work there
-(`compat.inductor.first_compiles`). Where a job has several folders, the first rank of each asks the
-store: the first of all compiles, and puts the bytes into the store in pieces; the others wait for
-them, and load. Nothing waits for a rank that compiles and gives no sign of life: who has waited in
-vain, or has got what it cannot read, compiles by itself, and `explain` says so.
+(`compat.inductor_artifacts.first_compiles`). Where a job has several folders, the first rank of
+each asks the store: the first of all compiles, and puts the bytes into the store in pieces; the
+others wait for them, and load. Nothing waits for a rank that compiles and gives no sign of life:
+who has waited in vain, or has got what it cannot read, compiles by itself, and `explain` says so.
 
 Or a process compiles it before the job, for all ranks (`autoshard compile`), into a folder that a
 job is given in the place of its plan: `AHEAD`.

@@ -15,6 +15,7 @@ from autoshard.runtime.compat.aot import (
     forward_backward,
     is_backward,
     memory_of,
+    viewed,
     without_code,
 )
 from autoshard.runtime.compat.autograd import (

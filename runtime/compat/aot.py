@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,10 +260,17 @@ def _is_input(node: fx.Node) -> bool:
 
 def memory_of(node: fx.Node) -> fx.Node:
     """The node whose memory a value is in: its own, or what it is a view of."""
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        first = schema.arguments[0].alias_info if schema and schema.arguments else None
-        if first is None or first.is_write or not isinstance(node.args[0], fx.Node):
-            break
-        node = node.args[0]
+    while (source := viewed(node)) is not None:
+        node = source
     return node
+
+
+def viewed(node: fx.Node) -> fx.Node | None:
+    """What a value is a view of, if it is one, or one of several that an operator gives."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    schema = getattr(getattr(made, "target", None), "_schema", None)
+    if schema is None or not schema.arguments or not made.args:
+        return None
+    first, source = schema.arguments[0].alias_info, made.args[0]
+    is_view = first is not None and not first.is_write and isinstance(source, fx.Node)
+    return source if is_view else None

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,18 +21,16 @@ from autoshard.runtime.compat.aot import (
     Finish,
     Short,
     is_backward,
+    memory_of,
     not_cut,
     taking_a_list,
 )
-from autoshard.runtime.compat.version import PARTITIONER, probe, probe_compilers
+from autoshard.runtime.compat.inductor_artifacts import Once, first_compiles
+from autoshard.runtime.compat.version import probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 """Operators that Inductor gets in smaller ones, which it fuses."""
-
-
-Once = Callable[[str], contextlib.AbstractContextManager[None]]
-"""The compilation of a graph of that key, by one rank of a job."""
 
 Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
@@ -107,6 +104,7 @@ def inductor_compile(
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
     with config.patch(**cached, **partitioner(gm, cut), **_growing(short, grown)), _unlogged():
         given: Any = gm if short is None else short.module
+        _keep_copies(given, fakes)
         given = taking_a_list(given) if takes_list else given
         compiled: Any = compile_fx(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
@@ -146,47 +144,6 @@ def _unlogged() -> Iterator[None]:
             same = mock.patch.object(compile_fx, "wrap_compiler_debug", lambda inner, **_: inner)
             stack.enter_context(same)
         yield
-
-
-def _compiles_together(config: Any) -> bool:
-    """Whether compiling is a collective: one of Inductor's settings under which ranks exchange
-    estimates or timings meanwhile. One that waited for the other then would wait forever."""
-    whole = getattr(config, "aten_distributed_optimizations", None)
-    return bool(
-        getattr(config, "distributed_max_autotune_gemm", False)
-        or getattr(config, "reorder_for_compute_comm_overlap", False)
-        or getattr(whole, "enable_overlap_scheduling", False)
-        or getattr(whole, "spmd_check", False)
-    )
-
-
-@contextlib.contextmanager
-def first_compiles(graph: fx.GraphModule, once: Once | None = None) -> Iterator[None]:
-    """Of the processes that compile equal graphs at a time, the others wait for the first, and find
-    what it compiled in Inductor's cache: n ranks of a machine do the work of one.
-
-    By a lock on a file in the folder of that cache, which a process that dies gives up. Who does
-    not get it in the time that Inductor gives its own locks compiles too. once: entered by who has
-    it, for the processes of other folders.
-    """
-    from torch._inductor import config
-    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
-    from torch.utils._filelock import FileLock
-
-    if not config.fx_graph_cache or config.force_disable_caches or _compiles_together(config):
-        yield
-        return
-    inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
-    text = graph.graph.python_code("self").src
-    key = hashlib.sha256("\n".join([text, *inputs]).encode()).hexdigest()
-    lock = FileLock(str(Path(get_lock_dir()) / f"autoshard-{key}.lock"))
-    with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
-        lock.acquire(timeout=LOCK_TIMEOUT)
-    try:
-        with contextlib.nullcontext() if once is None else once(key):
-            yield
-    finally:
-        lock.release()
 
 
 def cuda_graphs_are_set() -> bool:
@@ -263,7 +220,7 @@ def keep_renames() -> None:
         anew = self.read_writes.with_read(order)
         self.set_read_writes(anew.rename(self.mutation_renames))
 
-    SchedulerNode.recompute_size_and_body = recompute_size_and_body
+    SchedulerNode.recompute_size_and_body = recompute_size_and_body  # type: ignore[method-assign]
 
 
 def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
@@ -328,22 +285,20 @@ def _draws(node: fx.Node) -> bool:
 
 
 def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
-    """Inductor's settings for a graph of which something is kept on the host: the partitioner that
-    it has, and what comes `after` it. Nothing for others."""
-    if not any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes):
-        return {}
-    probe(PARTITIONER)
+    """Inductor's settings for a graph that is cut: the partitioner that it has, and what comes
+    `after` it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 
     theirs: Any = config.custom_partitioner_fn
+    hosted = any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes)
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             for node in gm.graph.nodes:
                 # parts of a derivative carry the tag of the operator that it is of
-                if is_backward(node):
+                if hosted and is_backward(node):
                     node.meta.pop("recompute", None)
             cut: Any = theirs or min_cut_rematerialization_partition
             forward, backward = cut(gm, joint_inputs, **options)
@@ -354,7 +309,20 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
             ours = get_hash_for_files((__file__,))
             return ours if theirs is None else theirs.uuid() and (ours, theirs.uuid())
 
+        def __reduce__(self) -> Any:  # AOTAutograd's cache is keyed by what is pickled of it
+            return tuple, ((get_hash_for_files((__file__,)), theirs),)
+
     return {"custom_partitioner_fn": Partitioner()}
+
+
+def _keep_copies(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
+    """Have the copies of inputs that are not trained stay, under a name that Inductor leaves alone:
+    it takes a clone for nothing, and has backward read the input, which may be written by then."""
+    fixed = [not (isinstance(f, torch.Tensor) and f.requires_grad) for f in fakes]
+    inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), fixed))
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        if not all(fixed) and inputs.get(memory_of(node.args[0])):
+            node.target = torch.ops.prims.clone.default
 
 
 def keep_order(order: Order | None) -> Any:

@@ -1,4 +1,5 @@
-"""What Inductor has compiled, as bytes: torch's cache artifacts, and libraries of CPU kernels.
+"""What Inductor has compiled, as bytes and for the processes beside: torch's cache artifacts,
+libraries of CPU kernels, and the lock by which one process of a machine compiles a graph.
 
 `torch.compiler.save_cache_artifacts` has graphs and GPU kernels. Kernels of a CPU are shared
 libraries beside them in the folder of the cache, without which who loads a graph compiles them.
@@ -16,7 +17,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import fx
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+Once = Callable[[str], contextlib.AbstractContextManager[None]]
+"""The compilation of a graph of that key, by one rank of a job."""
 
 
 @CacheArtifactFactory.register
@@ -149,3 +154,44 @@ def cache_folder() -> str:
             own.hardlink_to(drawn)
         drawn.unlink()
     return own.read_text()
+
+
+def _compiles_together(config: Any) -> bool:
+    """Whether compiling is a collective: one of Inductor's settings under which ranks exchange
+    estimates or timings meanwhile. One that waited for the other then would wait forever."""
+    whole = getattr(config, "aten_distributed_optimizations", None)
+    return bool(
+        getattr(config, "distributed_max_autotune_gemm", False)
+        or getattr(config, "reorder_for_compute_comm_overlap", False)
+        or getattr(whole, "enable_overlap_scheduling", False)
+        or getattr(whole, "spmd_check", False)
+    )
+
+
+@contextlib.contextmanager
+def first_compiles(graph: fx.GraphModule, once: Once | None = None) -> Iterator[None]:
+    """Of the processes that compile equal graphs at a time, the others wait for the first, and find
+    what it compiled in Inductor's cache: n ranks of a machine do the work of one.
+
+    By a lock on a file in the folder of that cache, which a process that dies gives up. Who does
+    not get it in the time that Inductor gives its own locks compiles too. once: entered by who has
+    it, for the processes of other folders.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+    from torch.utils._filelock import FileLock
+
+    if not config.fx_graph_cache or config.force_disable_caches or _compiles_together(config):
+        yield
+        return
+    inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
+    text = graph.graph.python_code("self").src
+    key = hashlib.sha256("\n".join([text, *inputs]).encode()).hexdigest()
+    lock = FileLock(str(Path(get_lock_dir()) / f"autoshard-{key}.lock"))
+    with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
+        lock.acquire(timeout=LOCK_TIMEOUT)
+    try:
+        with contextlib.nullcontext() if once is None else once(key):
+            yield
+    finally:
+        lock.release()

@@ -144,6 +144,7 @@ torch._inductor.compile_fx.record_original_output_strides
 torch._inductor.compile_fx.wrap_compiler_debug
 torch._inductor.config
 torch._inductor.custom_graph_pass.CustomGraphPass
+torch._inductor.custom_graph_pass.CustomPartitionerFn
 torch._inductor.custom_graph_pass.get_hash_for_files
 torch._inductor.debug.DebugContext
 torch._inductor.decomposition.decompositions
@@ -169,9 +170,6 @@ torch.utils._filelock.FileLock
 torch.utils._ordered_set.OrderedSet
 """.split()
 """Private names that are imported with a compiler, at the first graph: it takes seconds."""
-
-PARTITIONER = ["torch._inductor.custom_graph_pass.CustomPartitionerFn"]
-"""Private names that Inductor's graphs need where values are kept on the host."""
 
 TRANSFERS = """
 torch._functorch._activation_offloading.offload_ops.offload

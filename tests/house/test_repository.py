@@ -225,9 +225,9 @@ UNPROBED = {
 
 def test_every_private_name_of_torch_is_probed() -> None:
     """What another version of torch lacks is said by name, not by the first line that fails."""
-    from autoshard.runtime.compat.version import COMPILERS, PARTITIONER, PRIVATE, TRANSFERS
+    from autoshard.runtime.compat.version import COMPILERS, PRIVATE, TRANSFERS
 
-    probed = [*PRIVATE, *COMPILERS, *PARTITIONER, *TRANSFERS]
+    probed = [*PRIVATE, *COMPILERS, *TRANSFERS]
     parts = {part for name in probed for part in name.split(".")}
     known = parts | OPEN.keys() | UNPROBED.keys() | own_names()
     missing = []

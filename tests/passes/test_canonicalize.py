@@ -104,11 +104,11 @@ def test_what_changes_nothing_goes() -> None:
     def fn(m: Any, x: T) -> T:
         x = x.detach()[:, :].expand(4, 8).transpose(1, 1).permute(0, 1).view(4, 8)
         x = F.dropout(F.dropout(x, 0.5, training=False), 0.0)
-        x = x.to(torch.float32).type_as(m.lin.weight).contiguous().clone()
-        return m.lin(x[0:9])
+        x = x.to(torch.float32).type_as(m.lin.weight).contiguous()
+        return m.lin(m.lin(x[0:9]).clone())
 
     names, _, _ = canonical(fn, x48())
-    assert names == ["linear.default"]
+    assert names == ["linear.default"] * 2
 
 
 def test_what_does_something_stays() -> None:
@@ -125,11 +125,23 @@ def test_what_does_something_stays() -> None:
 
 def test_copy_that_reaches_an_output_stays() -> None:
     def fn(m: Any, x: T) -> Any:
-        return m.lin(x).clone().t(), x.clone(), x.clone() + 1
+        return m.lin(x).clone().t(), x.clone(), m.lin(x).clone() + 1
 
     names, report, _ = canonical(fn, x48())
     assert names.count("clone.default") == 2
     assert [skip.reason for skip in report.skips] == ["its memory reaches an output"] * 2
+
+
+def test_copy_of_what_may_be_written_before_the_backward_stays() -> None:
+    def fn(m: Any, x: T) -> T:
+        return (m.lin(x) * x.t().clone().t()).sum()
+
+    names, report, _ = canonical(fn, x48())
+    assert names.count("clone.default") == 1
+    (skip,) = report.skips
+    assert skip.reason == "its input may be written before the backward that reads it"
+    names, _, _ = canonical(fn, x48(), around=torch.no_grad, backward=False)
+    assert "clone.default" not in names
 
 
 def test_copy_of_a_value_that_is_overwritten_stays() -> None:

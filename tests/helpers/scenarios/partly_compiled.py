@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.errors import AutoshardError
-from scenarios.job import DATA_AXES, WIDTH, Job
+from scenarios.job import DATA_AXES, WIDTH, Job, Net
 from scenarios.methods import Autoencoder, steps
 
 
@@ -119,3 +120,84 @@ def gradients_before(job: Job) -> None:
     job.record_model(net, gradients=True)
     optimizer.step()
     job.record_model(net)
+
+
+class Queued(Net):
+    """A queue of keys, a buffer: forward reads a copy of it and writes it behind a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(WIDTH, 12))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = super().forward(x)
+        scores = query @ self.queue.clone().detach()
+        at = int(self.at)
+        with torch.no_grad():
+            self.queue[:, at : at + len(x)] = query.t()
+            self.at[0] = (at + len(x)) % 12
+        return scores
+
+
+def queue_of_keys(job: Job) -> None:
+    """MoCo's queue: the copy that forward read is what backward reads."""
+    torch.manual_seed(1)
+    net = Queued()
+    compiled = job.compile(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, WIDTH, generator=generator)  # the same keys on every rank
+        optimizer.zero_grad()
+        loss = compiled(x).logsumexp(1).mean()
+        job.record_loss(loss, step)
+        loss.backward()
+        optimizer.step()
+    job.record_model(net)
+
+
+class Encoder(nn.Module):
+    """Patches of an image, gated layers, and the direction of their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        for layer in self.layers:
+            x = x + layer(x) * torch.sigmoid(x)
+        return F.normalize(self.head(x.mean(1)), dim=1)
+
+
+class Encoders(nn.Module):
+    """An encoder beside a frozen copy, in one graph: kernels of both are fused across sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = Encoder()
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        query = self.query(one)
+        with torch.no_grad():
+            key = self.key(other)
+        return (query * key).sum(1).mean()
+
+
+def two_encoders(job: Job) -> None:
+    """MoCo's encoders, which one rank's rows of two views go through."""
+    torch.manual_seed(1)
+    net = Encoders()
+    compiled = job.compile(net)
+    views = torch.randn(2, 8, 3, 16, 16).chunk(job.ranks, 1)[job.rank]
+    loss = compiled(*views)
+    job.record_loss(loss, 0)
+    loss.backward()
+    job.record_model(net, gradients=True)

@@ -188,6 +188,8 @@ METHODS: dict[str, Scenario] = {
     "only a part is compiled": partly_compiled.parts,
     "a part of the compiled model": partly_compiled.part_of_the_compiled,
     "a head beside the compiled model": partly_compiled.beside,
+    "a queue of keys": partly_compiled.queue_of_keys,
+    "two encoders, one of them frozen": partly_compiled.two_encoders,
 }
 
 HABITS: dict[str, Scenario] = {
@@ -299,6 +301,8 @@ FURTHER = (
     "deepcopy",
     "weight_norm",
     "mixture with torch.where",
+    "two encoders, one of them frozen",
+    "a queue of keys",
 )
 
 ON_STAGES = (

@@ -1,0 +1,90 @@
+"""What backward reads of an input is kept as the input, of which backward makes its view anew.
+
+    forward                       after                         backward, after
+    %y = mm(%x, %w)               %y = mm(%x, %w)               %t = permute(%w, [1, 0])
+    %t = permute(%w, [1, 0])      return (%y, %w)               %d = mm(%g, %t)
+    return (%y, %t)
+
+The partitioner keeps either, which are of one size. Autograd raises where a kept tensor is written
+before the backward, and tells that by the tensor's version, which a view shares with its input. The
+view that Inductor returns has a version of its own: a buffer that was written in between went into
+gradients without a word.
+
+Not done: an input that the graph writes itself.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.runtime import compat
+
+
+def save_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> int:
+    """Keep inputs instead of their views, in place, and say of how many views.
+
+    results: the outputs of the forward that are not kept for backward.
+    """
+    output = forward.graph.output_node()
+    outputs: Any = output.args[0]
+    kept = list(outputs[results:])
+    views = {view: chain for view in dict.fromkeys(kept) if (chain := _chain(view))}
+    if not views:
+        return 0
+    graph = backward.graph
+    given = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    body = next(node for node in graph.nodes if node.op != "placeholder")
+    for view, chain in views.items():
+        for size in {size: None for one in chain for size in one.all_input_nodes[1:]}:
+            if size.name not in given:  # sizes are the last of what is kept
+                with graph.inserting_after(given[kept[-1].name]):
+                    given[size.name] = _placeholder(graph, size)
+                kept.append(size)
+        source, place = chain[0].all_input_nodes[0], given[view.name]
+        if source in kept:
+            kept.remove(view)
+        else:
+            with graph.inserting_before(place):
+                given[source.name] = _placeholder(graph, source)
+            kept[kept.index(view)] = source
+        place.replace_all_uses_with(_anew(chain, body, given))
+        graph.erase_node(place)
+    output.args = ((*outputs[:results], *kept),)
+    for one in reversed(list(dict.fromkeys(one for chain in views.values() for one in chain))):
+        if not one.users:
+            forward.graph.erase_node(one)
+    for gm in (forward, backward):
+        gm.graph.lint()
+        gm.recompile()
+    return len(views)
+
+
+def _anew(chain: Sequence[fx.Node], body: fx.Node, given: Mapping[str, fx.Node]) -> fx.Node:
+    """The last of `chain`, made before `body` of what is given by name."""
+    known = dict(given)
+    with body.graph.inserting_before(body):
+        for one in chain:
+            known[one.name] = body.graph.node_copy(one, lambda node: known[node.name])
+    return known[chain[-1].name]
+
+
+def _placeholder(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    node = graph.placeholder(like.name)
+    node.meta = dict(like.meta)
+    return node
+
+
+def _chain(view: Any) -> list[fx.Node]:
+    """The views from an input to a kept tensor, in their order; none where it is no such view."""
+    if not isinstance(view, fx.Node) or not isinstance(view.meta.get("val"), torch.Tensor):
+        return []
+    chain: list[fx.Node] = []
+    while (source := compat.viewed(view)) is not None:
+        # a part of several views of a tensor is read by getitem
+        chain += [view, *view.all_input_nodes[: view.target is operator.getitem]]
+        view = source
+    written = any(view in compat.written_by(n.target, n.args, n.kwargs) for n in view.users)
+    return chain[::-1] if view.op == "placeholder" and not written else []
