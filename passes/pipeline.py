@@ -26,7 +26,7 @@ from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MatchExperts
 from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
-from autoshard.passes.save_inputs import save_inputs
+from autoshard.passes.save_bases import save_bases
 from autoshard.passes.schedule_collectives import ScheduleCollectives
 from autoshard.passes.shift_labels import ShiftLabels
 from autoshard.passes.split_recurrent import SplitRecurrent
@@ -66,7 +66,7 @@ PIPELINE = (
         ),
     ),
     # a forward and a backward together, as AOTAutograd has cut them
-    Stage("cut", pairs=(save_inputs, keep_on_host)),
+    Stage("cut", pairs=(save_bases, keep_on_host)),
     # the forward graph and the backward graph that AOTAutograd makes of it
     Stage(
         "graphs",

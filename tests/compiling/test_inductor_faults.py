@@ -97,3 +97,24 @@ def test_a_buffer_written_before_the_backward_that_reads_it_is_an_error() -> Non
     for each in (model := Queued(copied=False), compiled(model)):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             each(torch.randn(8, 16)).sum().backward()
+
+
+class Returned(nn.Module):
+    """The caller gets what a product's derivative reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 12), nn.Parameter(torch.randn(12, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x)
+        return hidden, hidden @ self.second
+
+
+def test_a_result_written_before_the_backward_that_reads_it_is_an_error() -> None:
+    for each in (model := Returned(), compiled(model)):
+        hidden, result = each(torch.randn(8, 16))
+        with torch.no_grad():
+            hidden.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()

@@ -1,4 +1,4 @@
-"""What backward reads of an input is kept as the input, of which backward makes its view anew.
+"""What backward reads of an input or of a result is kept as that, of which it makes its view anew.
 
     forward                       after                         backward, after
     %y = mm(%x, %w)               %y = mm(%x, %w)               %t = permute(%w, [1, 0])
@@ -6,15 +6,15 @@
     return (%y, %t)
 
 The partitioner keeps either, which are of one size. Autograd raises where a kept tensor is written
-before the backward, and tells that by the tensor's version, which a view shares with its input. The
+before the backward, and tells that by the tensor's version, which a view shares with its base. The
 view that Inductor returns has a version of its own: a buffer that was written in between went into
 gradients without a word.
 
-Not done: an input that the graph writes itself.
+Not done: an input that the graph writes itself; a result that is the view.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ from torch import fx
 from autoshard.runtime import compat
 
 
-def save_inputs(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> int:
-    """Keep inputs instead of their views, in place, and say of how many views.
+def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, results: int) -> int:
+    """Keep inputs and results instead of their views, in place, and say of how many views.
 
     results: the outputs of the forward that are not kept for backward.
     """
     output = forward.graph.output_node()
     outputs: Any = output.args[0]
     kept = list(outputs[results:])
-    views = {view: chain for view in dict.fromkeys(kept) if (chain := _chain(view))}
+    bases = {node for node in outputs[:results] if isinstance(node, fx.Node)}
+    views = {view: chain for view in dict.fromkeys(kept) if (chain := _chain(view, bases))}
     if not views:
         return 0
     graph = backward.graph
@@ -77,14 +78,16 @@ def _placeholder(graph: fx.Graph, like: fx.Node) -> fx.Node:
     return node
 
 
-def _chain(view: Any) -> list[fx.Node]:
-    """The views from an input to a kept tensor, in their order; none where it is no such view."""
+def _chain(view: Any, results: Collection[fx.Node]) -> list[fx.Node]:
+    """The views from an input or a result to a kept tensor, in their order; none where it is no
+    such view, or a result itself."""
     if not isinstance(view, fx.Node) or not isinstance(view.meta.get("val"), torch.Tensor):
         return []
     chain: list[fx.Node] = []
-    while (source := compat.viewed(view)) is not None:
+    while view not in results and (source := compat.viewed(view)) is not None:
         # a part of several views of a tensor is read by getitem
         chain += [view, *view.all_input_nodes[: view.target is operator.getitem]]
         view = source
     written = any(view in compat.written_by(n.target, n.args, n.kwargs) for n in view.users)
-    return chain[::-1] if view.op == "placeholder" and not written else []
+    kept = view.op == "placeholder" or view in results
+    return chain[::-1] if kept and not written else []

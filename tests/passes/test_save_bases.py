@@ -1,4 +1,4 @@
-"""save_inputs: no view of an input is kept, and both graphs compute what they did."""
+"""save_bases: no view of an input or a result is kept, and both graphs compute what they did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.passes.save_inputs import save_inputs
+from autoshard.passes.save_bases import save_bases
 from autoshard.runtime.compat import viewed
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -27,6 +27,11 @@ def parts(x: Any, w: Any, b: Any) -> Any:
 
 def alone(x: Any, w: Any, b: Any) -> Any:
     return x @ w, x.exp(), w.t(), b.view(-1)
+
+
+def of_a_result(x: Any, w: Any, b: Any) -> Any:
+    product = x @ w
+    return product, product.t(), b.t(), product.view(-1)
 
 
 def cut(kept: Callable[..., Any], symbolic: bool) -> Graphs:
@@ -49,13 +54,13 @@ def run(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any) -> list
 
 
 @pytest.mark.parametrize("symbolic", [False, True])
-@pytest.mark.parametrize("kept", [transposed, parts, alone])
+@pytest.mark.parametrize("kept", [transposed, parts, alone, of_a_result])
 def test_both_graphs_compute_what_they_did(kept: Callable[..., Any], symbolic: bool) -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 4), torch.randn(4, 5), torch.randn(4, 5)
     forward, backward = cut(kept, symbolic)
     before = run(forward, backward, *values)
-    assert save_inputs(forward, backward, 1) >= 2
+    assert save_bases(forward, backward, 1) >= 2
     for ours, right in zip(run(forward, backward, *values), before, strict=True):
         assert torch.equal(ours, right)
     saved: Any = forward.graph.output_node().args[0]
@@ -72,6 +77,6 @@ def test_an_input_that_the_graph_writes_is_left_alone() -> None:
         return kept
 
     forward, backward = cut(written, symbolic=False)
-    assert save_inputs(forward, backward, 1) == 1
+    assert save_bases(forward, backward, 1) == 1
     kept: Any = forward.graph.output_node().args[0]
     assert [node.op for node in kept[1:]] == ["placeholder", "call_function"]
