@@ -113,15 +113,16 @@ class StageRun:
         if program.received:
             received = self.channel.receive(program.before, program.received, back=False)
         read = [received[i] for i in program.reads]
+        rows = [each.contiguous() for each in self.rows(k)]  # as the stage was compiled for
         kept: Any
         if self.train and program.parts is not None:
-            arguments = [*self.parameters, *self.rows(k), *read]
+            arguments = [*self.parameters, *rows, *read]
             outputs, kept = program.parts.forward(arguments)
         else:
             for value, meta in zip(received, program.received):
                 value.requires_grad_(self.train and meta.graded)
             with torch.set_grad_enabled(self.train):
-                outputs = program.run(*self.parameters, *self.rows(k), *read, *self._sums())
+                outputs = program.run(*self.parameters, *rows, *read, *self._sums())
             # not the outputs: what no backward reads is free once it is sent
             kept = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         sent = [

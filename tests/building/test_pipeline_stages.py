@@ -243,6 +243,28 @@ def test_a_gradient_arrives_in_the_layout_that_the_cut_backward_reads() -> None:
         torch.testing.assert_close(found["gradients"][name], p.grad)
 
 
+class Columns(nn.Module):
+    """Two layers that both read a view of the batch, which is made of no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        columns = x.transpose(1, 2)
+        return (self.second(self.first(columns).tanh() + columns) * columns).square().sum()
+
+
+def test_rows_of_a_shared_value_arrive_in_the_layout_that_stages_are_compiled_for() -> None:
+    model, x = Columns(), torch.randn(4, 12, 16)
+    graph = graph_of(model, (x,))
+    program = cut(graph, 2, pipeline={"microbatches": 2})
+    found = run(program, [item.real for item in graph[2]], "inductor")
+    model(x).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found["gradients"][name], p.grad)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1"])
 def test_gradients_are_added_one_by_one_to_their_sums(schedule: str) -> None:
     model, x = Deep(), torch.randn(4, 64)

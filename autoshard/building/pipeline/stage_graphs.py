@@ -115,7 +115,8 @@ class _Cutting:
         graph, made = fx.Graph(), {}
         for node in [*inputs, *used]:
             made[node] = graph.placeholder(node.name)
-            made[node].meta = {**node.meta, "val": _received(node) if node in used else value(node)}
+            val = value(node) if node in self.parameters else _received(node)
+            made[node].meta = {**node.meta, "val": val}
         for node in self.local.graph.nodes:
             if node.op == "get_attr" and node in read:
                 made[node] = graph.node_copy(node)
@@ -137,7 +138,8 @@ class _Cutting:
 
 
 def _received(node: fx.Node) -> torch.Tensor:
-    """A fake of a value as it arrives: contiguous, a leaf of the stage's graph."""
+    """A fake of a value as it arrives, or of a shared one's rows: contiguous, a leaf of the
+    stage's graph."""
     val = value(node)
     fake: torch.Tensor = val.detach().new_empty(val.shape)
     return fake.requires_grad_(bool(node.meta.get(DIFF)))
