@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autoshard
 from autoshard.verification.comparison import furthest
@@ -73,6 +74,34 @@ def test_three_steps_of_a_saved_plan(gloo2: Any, tmp_path: Path) -> None:
 )
 def test_other_models_and_schedules(gloo2: Any, name: str, options: dict[str, Any]) -> None:
     check(gloo2(train, name, 2, options))
+
+
+class Turned(nn.Module):
+    """Parameters that lie otherwise than they are stored: by channels, and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.second = nn.Parameter(torch.randn(16, 8 * 16).t())
+        self.third = nn.Parameter(torch.randn(5, 16).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = nn.functional.max_pool2d(self.first(x).relu(), 2).flatten(1)
+        return ((pooled @ self.second).tanh() @ self.third).square().mean()
+
+
+def train_turned() -> float:
+    torch.manual_seed(0)
+    pair = Pair(Turned(), mesh={"pp": 2}, inner="inductor")
+    x = torch.randn(4, 3, 8, 8)
+    pair.backward(lambda model: model(x))
+    pair.compare_gradients()
+    return furthest([pair.loss, pair.gradient])
+
+
+@pytest.mark.slow
+def test_parameters_that_lie_otherwise_than_they_are_stored(gloo2: Any) -> None:
+    assert furthest(gloo2(train_turned)) < TOLERANCE
 
 
 @pytest.mark.slow

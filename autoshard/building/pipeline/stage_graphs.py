@@ -115,8 +115,7 @@ class _Cutting:
         graph, made = fx.Graph(), {}
         for node in [*inputs, *used]:
             made[node] = graph.placeholder(node.name)
-            val = value(node) if node in self.parameters else _received(node)
-            made[node].meta = {**node.meta, "val": val}
+            made[node].meta = {**node.meta, "val": _given(node)}
         for node in self.local.graph.nodes:
             if node.op == "get_attr" and node in read:
                 made[node] = graph.node_copy(node)
@@ -137,9 +136,9 @@ class _Cutting:
         )
 
 
-def _received(node: fx.Node) -> torch.Tensor:
-    """A fake of a value as it arrives, or of a shared one's rows: contiguous, a leaf of the
-    stage's graph."""
+def _given(node: fx.Node) -> torch.Tensor:
+    """A fake of what a stage is given: contiguous, as parameters are stored, values arrive and rows
+    of shared ones are handed over, and a leaf of its graph."""
     val = value(node)
     fake: torch.Tensor = val.detach().new_empty(val.shape)
     return fake.requires_grad_(bool(node.meta.get(DIFF)))
