@@ -36,7 +36,7 @@ from unittest import mock
 PHASES = {
     "dynamo": ("bytecode_tracing",),
     "joint trace": ("aot_trace_joint_graph", "aot_collect_metadata"),
-    "partition": ("min_cut_rematerialization_partition",),
+    "partition": ("min_cut_rematerialization_partition", "Partitioner"),
     "joint passes": ("_recursive_joint_graph_passes",),
     "inductor": ("compile_fx_inner",),
 }

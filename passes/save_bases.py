@@ -37,7 +37,7 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, results: int) 
         return 0
     graph = backward.graph
     given = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    body = next(node for node in graph.nodes if node.op != "placeholder")
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for view, chain in views.items():
         for size in {size: None for one in chain for size in one.all_input_nodes[1:]}:
             if size.name not in given:  # sizes are the last of what is kept
@@ -51,7 +51,9 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, results: int) 
             with graph.inserting_before(place):
                 given[source.name] = _placeholder(graph, source)
             kept[kept.index(view)] = source
-        place.replace_all_uses_with(_anew(chain, body, given))
+        if place.users:  # where it is read first: layers that were equal still are
+            first = min(place.users, key=order.__getitem__)
+            place.replace_all_uses_with(_anew(chain, first, given))
         graph.erase_node(place)
     output.args = ((*outputs[:results], *kept),)
     for one in reversed(list(dict.fromkeys(one for chain in views.values() for one in chain))):
@@ -63,12 +65,12 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, results: int) 
     return len(views)
 
 
-def _anew(chain: Sequence[fx.Node], body: fx.Node, given: Mapping[str, fx.Node]) -> fx.Node:
-    """The last of `chain`, made before `body` of what is given by name."""
-    known = dict(given)
-    with body.graph.inserting_before(body):
+def _anew(chain: Sequence[fx.Node], first: fx.Node, given: Mapping[str, fx.Node]) -> fx.Node:
+    """The last of `chain`, made before `first` of what is given by name."""
+    known, graph = dict(given), first.graph
+    with graph.inserting_before(first):
         for one in chain:
-            known[one.name] = body.graph.node_copy(one, lambda node: known[node.name])
+            known[one.name] = graph.node_copy(one, lambda node: known[node.name])
     return known[chain[-1].name]
 
 
