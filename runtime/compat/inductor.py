@@ -203,8 +203,8 @@ def keep_renames() -> None:
     """Have a node whose loops Inductor makes anew, to fuse it on the CPU, still come after what
     writes the buffers that it reads.
 
-    Before torch 2.14 it forgets that (pytorch#185509), and in 2.11 all of its order besides
-    (pytorch#177631): a kernel then reads the result of a collective before the wait for it.
+    torch 2.13 forgets that (pytorch#185509), older ones all of the node's order (pytorch#177631):
+    a kernel then reads the result of a collective before the wait for it.
     """
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch._inductor.scheduler import SchedulerNode
@@ -294,6 +294,8 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
     theirs: Any = config.custom_partitioner_fn
     hosted = any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes)
 
+    ours = get_hash_for_files((__file__,))
+
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
             for node in gm.graph.nodes:
@@ -306,11 +308,10 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
             return forward, backward
 
         def uuid(self) -> Any:
-            ours = get_hash_for_files((__file__,))
             return ours if theirs is None else theirs.uuid() and (ours, theirs.uuid())
 
         def __reduce__(self) -> Any:  # AOTAutograd's cache is keyed by what is pickled of it
-            return tuple, ((get_hash_for_files((__file__,)), theirs),)
+            return tuple, ((ours, theirs),)
 
     return {"custom_partitioner_fn": Partitioner()}
 
@@ -319,9 +320,11 @@ def _keep_copies(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
     """Have the copies of inputs that are not trained stay, under a name that Inductor leaves alone:
     it takes a clone for nothing, and has backward read the input, which may be written by then."""
     fixed = [not (isinstance(f, torch.Tensor) and f.requires_grad) for f in fakes]
+    if all(fixed):  # nothing is, and no backward reads anything
+        return
     inputs = dict(zip(gm.graph.find_nodes(op="placeholder"), fixed))
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
-        if not all(fixed) and inputs.get(memory_of(node.args[0])):
+        if inputs.get(memory_of(node.args[0])):
             node.target = torch.ops.prims.clone.default
 
 
