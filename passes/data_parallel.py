@@ -205,6 +205,8 @@ class DataParallel(Pass):
         if not chain and lower is not None:
             casts = f"{self.dtypes[index]} -> {lower}"
             at = made(torch.ops.aten._to_copy.default, [at], casts, {}, dtype=lower)
+        if at is not node:
+            at.meta["val"] = whole
         return at
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import weakref
@@ -177,6 +178,8 @@ def share_spec(parameter: DTensor) -> None:
 
 # Weakly: a mesh, by whose identity they are found, is alive as long as a spec holds it.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+# A spec that dies with the interpreter would have its placements hashed by a module that is empty.
+atexit.register(_specs.clear)
 
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass

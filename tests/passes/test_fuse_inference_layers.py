@@ -20,6 +20,7 @@ from autoshard.runtime.collectives.fused import reduce_add_norm
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import shard_dim
+from autoshard.runtime.parameters import unshard
 from autoshard.verification.program_check import verify_program
 from traced import programs
 
@@ -90,6 +91,18 @@ def test_a_region_is_one_operator_of_the_same_value(
             # the head of the prompt reads the second norm as it is split
             assert states == [("S(0)", True), ("S(0)", False)]
         assert verify_program(program, values).worst[1] < (1e-6 if dtype.itemsize == 4 else 1e-2)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_whose_weight_is_gathered(norm: str) -> None:
+    """Over the ranks of another axis: what the norm reads is no input of the graph."""
+    model, x = Layers(norm).requires_grad_(False), torch.randn(2, 1, 16)
+    with torch.no_grad():
+        (program,), values = programs(model, (x,), [{"mesh": {"dp_shard": 2, "tp": 2}}])
+        graph = program.graph_module.graph
+        assert len(graph.find_nodes(op="call_function", target=reduce_add_norm)) == 2
+        assert len(graph.find_nodes(op="call_function", target=unshard)) >= 7
+        assert verify_program(program, values, others=[values]).worst[1] < 1e-6
 
 
 @pytest.mark.parametrize("state", ["I", "S(0)", "S(1)"])
