@@ -124,11 +124,6 @@ def _table() -> dict[Any, Callable[..., Any]]:
     return {**table, **_OWN}
 
 
-def _split(x: torch.Tensor, size: int, dim: int = 0) -> list[torch.Tensor]:
-    starts = range(0, x.shape[dim], size)
-    return [aten.slice.Tensor(x, dim, s, min(s + size, x.shape[dim])) for s in starts]
-
-
 def _split_with_sizes(x: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
     parts, start = [], 0
     for size in sizes:
@@ -315,13 +310,9 @@ def _full_like(x: torch.Tensor, value: Any, *, dtype: Any = None, **kwargs: Any)
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
-    aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
     aten.view.default: lambda x, size: aten.reshape.default(x, size),
-    aten._unsafe_view.default: lambda x, size: aten.reshape.default(x, size),
     aten.pow.Scalar: _pow_scalar,
-    aten.arange.default: lambda end, **kwargs: aten.arange.start_step(0, end, 1, **kwargs),
-    aten.arange.start: lambda start, end, **kwargs: aten.arange.start_step(start, end, 1, **kwargs),
     aten.full_like.default: _full_like,
     aten.empty.memory_format: _empty,
     aten.copy.default: lambda x, src, non_blocking=False: aten.expand.default(
@@ -346,15 +337,11 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.pad.default: lambda x, pad, mode="constant", value=None: _pad(x, pad, value or 0),
     aten.mm.default: lambda x, y: aten.matmul.default(x, y),
     aten.bmm.default: lambda x, y: aten.matmul.default(x, y),
-    aten.t.default: lambda x: aten.transpose.int(x, 0, 1) if x.dim() == 2 else x,
     aten.add.Scalar: lambda x, y, alpha=1: aten.add.Tensor(x, y * alpha),
     aten.sub.Scalar: lambda x, y, alpha=1: aten.sub.Tensor(x, y * alpha),
     aten.mul.Scalar: lambda x, y: aten.mul.Tensor(x, y),
     aten.div.Scalar: lambda x, y: aten.div.Tensor(x, y),
     aten.rsub.Scalar: lambda x, y, alpha=1: aten.add.Tensor(aten.mul.Tensor(x, -alpha), y),
-    aten.floor_divide.default: lambda x, y: aten.div.Tensor_mode(x, y, rounding_mode="floor"),
     aten.to.dtype: lambda x, dtype, *rest, **more: aten._to_copy.default(x, dtype=dtype),
     aten.scalar_tensor.default: lambda value, **kwargs: aten.full.default([], value, **kwargs),
-    aten.__and__.Tensor: lambda x, y: aten.bitwise_and.Tensor(x, y),
-    aten.__or__.Tensor: lambda x, y: aten.bitwise_or.Tensor(x, y),
 }
