@@ -67,10 +67,11 @@ def published_parts(model: nn.Module, tensors: Sequence[StateTensor]) -> list[Ch
     empty = {t.name: torch.empty(t.value.shape, dtype=t.dtype, device="meta") for t in tensors}
     made = compat.published(inner, empty)
     whole = _described(made)
-    if all(made.get(name) is tensor for name, tensor in empty.items()):
-        return [CheckpointPart([one], {one.name: whole[one.name]}, plain=True) for one in tensors]
     parts, rest = [], []
     for one in tensors:
+        if made.get(one.name) is empty[one.name]:
+            parts.append(CheckpointPart([one], {one.name: whole[one.name]}, plain=True))
+            continue
         written = _converted(inner, [one], empty)
         if written and written.items() <= whole.items():
             parts.append(CheckpointPart([one], written))

@@ -344,28 +344,26 @@ class QuantizedModel:
         self._quantizer = Quantizer(model, parts, kind, None)
         self._written = {n: d[0] for part in self._quantizer.parts for n, d in part.written.items()}
         names = self._quantizer.names
-        self._parts = [
-            (part, self._as_stored(part), not names.isdisjoint(part.written)) for part in parts
-        ]
+        self._parts = [(part, not names.isdisjoint(part.written)) for part in parts]
 
     @property
     def kept(self) -> list[str]:
         """The tensors that the directory has as they are stored."""
-        return [p.sources[0].name for p, stored, changed in self._parts if stored and not changed]
+        return [part.sources[0].name for part, changed in self._parts if part.plain and not changed]
 
     def shares(self, count: int) -> list[list[Share]]:
         """What each of `count` processes computes."""
         found: list[list[Share]] = [[] for _ in range(count)]
         load = [0] * count
-        for part, stored, changed in self._parts:
-            if stored and changed:
+        for part, changed in self._parts:
+            if part.plain and changed:
                 rows = part.sources[0].value.shape[0]
                 blocks = -(-rows // BLOCK)
                 for i, own in enumerate(found):
                     low, high = (min(rows, blocks * j // count * BLOCK) for j in (i, i + 1))
                     if low < high:
                         own.append(Share(part, (low, high)))
-            elif changed or not stored:
+            elif changed or not part.plain:
                 least = load.index(min(load))
                 found[least].append(Share(part, None))
                 load[least] += sum(one.value.numel() for one in part.sources)
@@ -381,11 +379,3 @@ class QuantizedModel:
             elif share.rows is not None:
                 first = share.rows[0] // (1 if shape[0] == whole[0] else BLOCK)
             yield WrittenRows(name, made, shape, first)
-
-    def _as_stored(self, part: CheckpointPart) -> bool:
-        """Whether a part is one tensor that is published by its own name, as it is."""
-        if len(part.sources) > 1:
-            return False
-        one = part.sources[0]
-        empty = torch.empty(one.value.shape, dtype=one.dtype, device="meta")
-        return in_published_form(self.model, part, {one.name: empty}).get(one.name) is empty
