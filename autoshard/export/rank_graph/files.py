@@ -5,6 +5,7 @@ its `config.json` says all that a runner must know beside them.
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -82,13 +83,7 @@ def configuration(graph: RankGraph, dtype: torch.dtype | None) -> dict[str, Any]
         "dtype": None if dtype is None else _name(dtype),
         "inputs": [_port(port) for port in graph.inputs],
         "outputs": [_port(port) for port in graph.outputs],
-        "profiles": [
-            {
-                name: {"minimum": e.minimum, "optimum": e.optimum, "maximum": e.maximum}
-                for name, e in profile.items()
-            }
-            for profile in graph.profiles
-        ],
+        "profiles": [{n: asdict(e) for n, e in profile.items()} for profile in graph.profiles],
         "kv_cache": cache,
     }
 
@@ -243,9 +238,7 @@ def _write(
         if graph.encoder is not None:
             ports = configuration(graph.encoder, spec.weight_dtype)
             config["encoder"] = {
-                "inputs": ports["inputs"],
-                "outputs": ports["outputs"],
-                "profiles": ports["profiles"],
+                **{name: ports[name] for name in ("inputs", "outputs", "profiles")},
                 "ranks": [entry for _, part, entry in everybody if part == _ENCODER],
             }
         text = json.dumps(config, indent=1) + "\n"
