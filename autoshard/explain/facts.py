@@ -21,21 +21,6 @@ from autoshard.runtime.collectives import State
 from autoshard.runtime.graph_meta import DIFF
 
 
-def planned_operators(built: Built) -> dict[fx.Node, str]:
-    """The operators that multiply matrices, read a parameter or communicate, with their
-    strategies as text."""
-    found = {}
-    flows = carries_data(built)
-    for node in built.serial.graph.nodes:
-        strategy = built.decisions.strategies.get(node)
-        if strategy is None or not flows(node):
-            continue
-        reads = any(source in built.parameters for source in operands(node))
-        if reads or strategy.traffic or cost.node_flops(node):
-            found[node] = strategy_text(strategy)
-    return found
-
-
 def carries_data(built: Built) -> Callable[[fx.Node], bool]:
     """Which nodes carry what the model computes: those with a gradient, so that masks and
     positions are left out; in a graph without gradients all of floating point."""
@@ -117,8 +102,18 @@ class Facts:
 
     @cached_property
     def operators(self) -> dict[fx.Node, str]:
-        """The operators that multiply matrices, read a parameter or communicate: strategies."""
-        return planned_operators(self.built)
+        """The operators that multiply matrices, read a parameter or communicate, with their
+        strategies as text."""
+        built, found = self.built, {}
+        flows = carries_data(built)
+        for node in built.serial.graph.nodes:
+            strategy = built.decisions.strategies.get(node)
+            if strategy is None or not flows(node):
+                continue
+            reads = any(source in built.parameters for source in operands(node))
+            if reads or strategy.traffic or cost.node_flops(node):
+                found[node] = strategy_text(strategy)
+        return found
 
     @cached_property
     def parameters(self) -> list[ParameterGroup]:

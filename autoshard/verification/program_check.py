@@ -206,7 +206,7 @@ def _rank_run(
     """A rank's graph on its part of the values, under its part of the gradients of the outputs."""
     mesh = Mesh(axes, None)
     index, rank = data_coordinate(mesh), 0
-    for axis in mesh.sharing if mesh.outer else axes[-1:]:
+    for axis in mesh.sharing:
         rank = rank * axis.size + axis.rank
     values = []
     for value, node in zip(batches[index], placeholders):
@@ -230,7 +230,8 @@ def _compare_outputs(
         for i, (want, states) in enumerate(zip(run.outputs, _output_states(program))):
             if isinstance(want, torch.Tensor):
                 parts = [rank.outputs[i].detach() for rank in group]
-                got = _join_mesh(parts, _shared_sizes(program), list(map(forward_value, states)))
+                sizes = [axis.size for axis in program.mesh.sharing]
+                got = _join_mesh(parts, sizes, list(map(forward_value, states)))
                 name = f"output {i}" if len(serial) == 1 else f"output {i} of data rank {index}"
                 found.outputs[name] = _difference(got, want.detach())
 
@@ -258,7 +259,8 @@ def _compare_gradients(
             data = program.data.get(node, {})
             states = [*(data.get(name, I) for name in sizes if name != program.axis.name), *states]
         else:
-            held, lengths = ranks[index * shared : (index + 1) * shared], _shared_sizes(program)
+            held = ranks[index * shared : (index + 1) * shared]
+            lengths = [axis.size for axis in program.mesh.sharing]
             states = [I] * (len(lengths) - 1) + states  # the caller's tensors are whole on cp
             name += f" of data rank {index}" if len(serial) > 1 else ""
         parts: list[Any] = [getattr(rank.values[i], "grad", None) for rank in held]
@@ -283,13 +285,6 @@ def _mesh_sizes(program: Program) -> dict[str, int]:
     return {**sizes, program.axis.name: planned}
 
 
-def _shared_sizes(program: Program) -> list[int]:
-    """The sizes of the axes whose ranks have one batch, outermost first."""
-    return [axis.size for axis in ([program.outer.axis] if program.outer else [])] + [
-        program.axis.size
-    ]
-
-
 def _output_states(program: Program) -> list[list[State]]:
     """The states of each of the user's outputs on those axes."""
     on = [program.decisions.outputs]
@@ -303,8 +298,8 @@ def _split_over(
 ) -> list[torch.Tensor]:
     """The local values of `whole` on all ranks that have one batch, in their order."""
     parts = [whole]
-    for n, state in zip(_shared_sizes(program), states, strict=True):
-        parts = [own for part in parts for own in split(part, state, n)]
+    for axis, state in zip(program.mesh.sharing, states, strict=True):
+        parts = [own for part in parts for own in split(part, state, axis.size)]
     return parts
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,9 +82,8 @@ class RankGraph:
     weights, constants: by the target of their placeholder. symbols: the dynamic dims by name.
     sizes: the name of each symbol of the placeholders' fake values. axis: tp, as this rank sees
     it; its `group` is what collectives name. max_length: tokens a cache holds, None without one.
-    whole, whole_constants: with a cache, the graph of whole sequences that it continues, and the
-    constants of that one. encoder: what an encoder-decoder computes once a text, whose outputs are
-    the inputs of role "encoded".
+    whole: with a cache, the graph of whole sequences that it continues. encoder: what an
+    encoder-decoder computes once a text, whose outputs are the inputs of role "encoded".
     """
 
     module: fx.GraphModule
@@ -97,7 +96,6 @@ class RankGraph:
     axis: Axis
     max_length: int | None
     whole: fx.GraphModule | None = None
-    whole_constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     encoder: RankGraph | None = None
 
     @property
@@ -232,7 +230,6 @@ def read_rank_graph(
         axis=axis,
         max_length=spec.max_length,
         whole=whole,
-        whole_constants={} if whole is None else held_by(whole.graph, HELD),
         encoder=encoder,
     )
 

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from autoshard.export.errors import export_error
-from autoshard.export.rank_graph.graph import RankGraph
+from autoshard.export.rank_graph.graph import RankGraph, held_by
+from autoshard.runtime.graph_meta import HELD
 
 Runner = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Inputs by name -> outputs by name."""
@@ -77,7 +78,7 @@ def check_cached(
     """
     if graph.whole is None or graph.max_length is None:
         return
-    held = {**graph.constants, **graph.whole_constants, **weights}
+    held = {**graph.constants, **held_by(graph.whole.graph, HELD), **weights}
     whole = torch_runner(graph.whole, graph, held)
     cached = cached or torch_runner(graph.module, graph, held)
     extent = graph.symbols["sequence"]
