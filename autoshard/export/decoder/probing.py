@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from autoshard.export.errors import export_error
 from autoshard.export.serial_graph import ModelGraph
@@ -70,28 +71,28 @@ def evaluate(graph: ModelGraph, node: fx.Node, given: Mapping[fx.Node, Tensor]) 
     Raises ExportError where it depends on a parameter or an input that is not given.
     """
     values: dict[fx.Node, Any] = dict(given)
-    for other in _between(node, given):
-        if other.op == "get_attr" and other not in graph.constants:
-            # the forward and backward of an autograd.Function
-            values[other] = getattr(graph.module, str(other.target))
+    reader = node
+
+    def value(one: fx.Node) -> Any:
+        if one in graph.constants and one not in values:
+            values[one] = _wide(graph.constants[one].detach().cpu())
+        if one in values:
+            return values[one]
+        if one.op == "get_attr":  # the forward and backward of an autograd.Function
+            return getattr(graph.module, str(one.target))
+        name = graph.parameters.get(one, one.name)
+        raise export_error(f"depends on {name}, which is not expected here", reader)
+
+    for reader in _between(node, given):
+        if reader.op == "get_attr":
             continue
-        if other in graph.constants:
-            values[other] = _wide(graph.constants[other].detach().cpu())
-            continue
-        for operand in other.all_input_nodes:
-            if operand in values or operand.op not in ("placeholder", "get_attr"):
-                continue
-            if operand not in graph.constants:
-                name = graph.parameters.get(operand, operand.name)
-                raise export_error(f"depends on {name}, which is not expected here", other)
-            values[operand] = _wide(graph.constants[operand].detach().cpu())
-        args = fx.node.map_arg(other.args, lambda n: values[n])
-        kwargs = fx.node.map_arg(dict(other.kwargs), lambda n: values[n])
+        args, kwargs = fx.node.map_arg((reader.args, dict(reader.kwargs)), value)
+        args, kwargs = pytree.tree_map(_lift, (args, kwargs))
         try:
-            values[other] = other.target(*_lift(args), **_lift(kwargs))  # type: ignore[operator]
+            values[reader] = reader.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError) as error:
-            raise export_error(f"cannot be evaluated: {error}", other) from error
-    result: Tensor = values[node]
+            raise export_error(f"cannot be evaluated: {error}", reader) from error
+    result: Tensor = value(node)
     return result
 
 
@@ -140,18 +141,8 @@ def _wide(value: Any) -> Any:
     return value.to(torch.float64) if floating else value
 
 
-def _lift(arguments: Any) -> Any:
-    """Arguments for float64 on the CPU: no cast loses digits, no value is on another device."""
-
-    def lift(value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return torch.float64 if value.is_floating_point else value
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, dict):
-            return {key: lift(one) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(lift, value))
-        return value
-
-    return lift(arguments)
+def _lift(argument: Any) -> Any:
+    """An argument for float64 on the CPU: no cast loses digits, no value is on another device."""
+    if isinstance(argument, torch.dtype):
+        return torch.float64 if argument.is_floating_point else argument
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
