@@ -102,9 +102,7 @@ class Watch:
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
         """Called before a pass. phase: "forward" or "backward", after autograd."""
 
-    def after(
-        self, name: str, gm: fx.GraphModule, report: Report | None = None, phase: str = ""
-    ) -> None:
+    def after(self, name: str, gm: fx.GraphModule, report: Report, phase: str = "") -> None:
         """Called after a pass, with the graph it left."""
 
 

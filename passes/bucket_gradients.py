@@ -31,6 +31,7 @@ from autoshard.passes.lib.bucketing import (
     Member,
     aten,
     bucket_maker,
+    erase_unread,
     fill,
     last_collectives,
     member,
@@ -122,7 +123,7 @@ def _continue(graph: fx.Graph, wait: fx.Node, bucket: list[Member], provenance: 
     for piece in pieces:
         piece.replace_input_with(wait, reduced)
     replace_members(bucket, [_undivided(one.source) for one in bucket])
-    _erase_unread(bucket)
+    erase_unread(one.source for one in bucket)
 
 
 def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
@@ -151,10 +152,4 @@ def _merge(graph: fx.Graph, bucket: list[Member], provenance: str) -> None:
             part = make(aten.slice.Tensor, reduced, 0, start, start + size)
             results.append(make(aten.reshape.default, part, list(one.wait.meta["val"].shape)))
     replace_members(bucket, results)
-    _erase_unread(bucket)
-
-
-def _erase_unread(bucket: list[Member]) -> None:
-    for one in bucket:
-        if not one.source.users and one.source.op == "call_function":
-            one.source.graph.erase_node(one.source)
+    erase_unread(one.source for one in bucket)

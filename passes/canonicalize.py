@@ -34,6 +34,7 @@ being another tensor; assertions about values stay.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ from torch._ops import OpOverload
 
 from autoshard.passes.base import Context, Pass, Report, maker, replace
 from autoshard.passes.lib.layouts import arrange, reads_strides
-from autoshard.planning import same_shape
+from autoshard.planning import arguments, same_shape
 from autoshard.runtime.graph_meta import DIFF, WITHOUT_GRADIENTS
 
 aten = torch.ops.aten
@@ -61,11 +62,6 @@ _SAME_SHAPE = (
     aten.squeeze.dim,
     aten.narrow.default,
 )
-_EMPTY = {
-    aten.new_empty.default: aten.new_zeros.default,
-    aten.empty_like.default: aten.zeros_like.default,
-}
-_PART_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
 _LOOKUPS = (
     aten.embedding.default,
     aten.embedding_bag.default,
@@ -97,19 +93,8 @@ class Canonicalize(Pass):
                     report.skip(node, f"{strides.name} depends on strides")
                 else:
                     self._drop(graph, node, same, report)
-            elif node.target in _RESHAPES:
-                report.hits += _reshape(node)
-            elif node.target in _EMPTY:
-                node.target = _EMPTY[node.target]
-                report.hits += 1
-            elif node.target is aten.cat.default:
-                report.hits += _cat(graph, node)
-            elif node.target in _PART_WRITES:
-                report.hits += _part_written(graph, node)
-            elif node.target in _LOOKUPS:
-                report.hits += _dense(node)
-            elif node.target is aten.repeat_interleave.self_int:
-                report.hits += _unsaid(node)
+            elif respell := _RESPELLED.get(node.target):
+                report.hits += respell(node)
         graph.eliminate_dead_code()
 
     @staticmethod
@@ -145,7 +130,13 @@ class Canonicalize(Pass):
             report.hits += 1
 
 
-def _unsaid(node: fx.Node) -> int:
+def _filled(node: fx.Node) -> bool:
+    like = node.target is aten.empty_like.default
+    node.target = aten.zeros_like.default if like else aten.new_zeros.default
+    return True
+
+
+def _unsaid(node: fx.Node) -> bool:
     before = (node.args, node.kwargs)
     node.args = node.args[:3]
     node.kwargs = {name: said for name, said in node.kwargs.items() if name != "output_size"}
@@ -197,10 +188,7 @@ def _identity(node: fx.Node) -> fx.Node | None:
 
 def _step(node: fx.Node) -> Any:
     """The step of a slice or slice_scatter; 1 for anything else."""
-    position = {aten.slice.Tensor: 4, aten.slice_scatter.default: 5}.get(node.target)  # type: ignore[call-overload]
-    if position is None:
-        return 1
-    return node.args[position] if len(node.args) > position else node.kwargs.get("step", 1)
+    return arguments(node).get("step", 1)
 
 
 def _is_plain_copy(node: fx.Node) -> bool:
@@ -260,32 +248,28 @@ def _reshape(node: fx.Node) -> bool:
     return changed
 
 
-def _part_written(graph: fx.Graph, node: fx.Node) -> bool:
+def _part_written(node: fx.Node) -> bool:
     """Spell a write of a part of a complex tensor as cat, where the part's bounds are numbers; with
     a step as a write of its real form."""
-    target, part, *rest = node.args
-    bounds: list[Any] = list(rest)
-    assert isinstance(target, fx.Node) and isinstance(part, fx.Node)
+    named = arguments(node)
+    target, part, dim = named["self"], named["src"], named["dim"]
     val, written = target.meta["val"], part.meta["val"]
-    dim: Any = bounds[0] if bounds else node.kwargs.get("dim", 0)
     size = val.shape[dim]
     sliced = node.target is aten.slice_scatter.default
-    names = ("start", "end") if sliced else ("index",)
-    given: list[Any] = [*bounds[1:], *[node.kwargs.get(name) for name in names[len(bounds[1:]) :]]]
+    given = [named[name] for name in (("start", "end") if sliced else ("index",))]
     numbers = all(n is None or isinstance(n, int) for n in (size, *given))
     if not val.is_complex() or written.dtype != val.dtype or not numbers:
         return False
     made = maker(node, Canonicalize.name)
     if _step(node) != 1:
-        with graph.inserting_before(node):
+        with node.graph.inserting_before(node):
             real = [made(aten.view_as_real.default, each) for each in (target, part)]
-            one = dim % val.dim(), *(given + [None, None])[:2], _step(node)
-            whole = made(aten.slice_scatter.default, *real, *one)
+            whole = made(aten.slice_scatter.default, *real, dim % val.dim(), *given, _step(node))
             replace(node, made(aten.view_as_complex.default, whole))
         return True
     start, end, *_ = slice(*given[:2] if sliced else (given[0], given[0] + 1 or None)).indices(size)
     end = max(start, end)
-    with graph.inserting_before(node):
+    with node.graph.inserting_before(node):
         parts = [part if sliced else made(aten.unsqueeze.default, part, dim)]
         if start:
             parts.insert(0, made(aten.slice.Tensor, target, dim, 0, start))
@@ -300,7 +284,7 @@ def _is_nothing(val: torch.Tensor) -> bool:
     return val.dim() == 1 and isinstance(val.shape[0], int) and val.shape[0] == 0
 
 
-def _cat(graph: fx.Graph, node: fx.Node) -> bool:
+def _cat(node: fx.Node) -> bool:
     """Drop operands of shape [0], which cat accepts beside any other shape."""
     parts: Any = node.args[0]
     full = [part for part in parts if not _is_nothing(part.meta["val"])]
@@ -312,6 +296,17 @@ def _cat(graph: fx.Graph, node: fx.Node) -> bool:
         node.args = (full, *node.args[1:])
         return True
     make = maker(node, Canonicalize.name)
-    with graph.inserting_before(node):
+    with node.graph.inserting_before(node):
         replace(node, make(aten.clone.default, full[0], memory_format=torch.contiguous_format))
     return True
+
+
+_RESPELLED: dict[Any, Callable[[fx.Node], bool]] = {
+    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys((aten.new_empty.default, aten.empty_like.default), _filled),
+    aten.cat.default: _cat,
+    **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default), _part_written),
+    **dict.fromkeys(_LOOKUPS, _dense),
+    aten.repeat_interleave.self_int: _unsaid,
+}
+"""By operator, what gives it its one spelling, and says whether it had another."""

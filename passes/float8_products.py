@@ -58,29 +58,26 @@ class Float8Products(Pass):
     def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         found = Counter[ProductFound]()
         quiet = bool(gm.meta.get(WITHOUT_GRADIENTS))
-        nodes = [node for node in gm.graph.nodes if self._is_product(node)]
+        given = [(node, _product(node)) for node in gm.graph.nodes]
+        nodes = [node for node, one in given if one and self._is_parameter(one.weight)]
         for node in nodes:
-            reason = _NO_GRADIENT if quiet else _left(node, node is nodes[-1])
+            one = _product(node)  # of what has taken the place of its operands
+            assert one is not None
+            reason = _NO_GRADIENT if quiet else _left(node, one, node is nodes[-1])
             found[ProductFound(reason, user_line(node) if reason else "")] += 1
             if reason:
                 report.skip(node, reason)
             else:
-                self._replace(gm.graph, node)
+                self._replace(gm.graph, node, one)
                 report.hits += 1
         gm.meta[FLOAT8] = found
-
-    def _is_product(self, node: fx.Node) -> bool:
-        one = _product(node)
-        return one is not None and self._is_parameter(one.weight)
 
     def _is_parameter(self, weight: fx.Node) -> bool:
         while weight.target in _CASTS:
             weight = weight.args[0]  # type: ignore[assignment]
         return weight.op == "placeholder" and weight.name in self.parameters
 
-    def _replace(self, graph: fx.Graph, node: fx.Node) -> None:
-        one = _product(node)
-        assert one is not None
+    def _replace(self, graph: fx.Graph, node: fx.Node, one: _Product) -> None:
         weight, make = one.weight, maker(node, self.name, value=node)
         with graph.inserting_before(node):
             if one.turned:
@@ -103,10 +100,8 @@ def _product(node: fx.Node) -> _Product | None:
     return None
 
 
-def _left(node: fx.Node, last: bool) -> str:
+def _left(node: fx.Node, one: _Product, last: bool) -> str:
     """Why a product keeps its dtype; "" where it does not."""
-    one = _product(node)
-    assert one is not None
     weight, x = one.weight.meta["val"], one.x.meta["val"]
     if not node.meta.get(DIFF):
         return _NO_GRADIENT

@@ -35,6 +35,7 @@ from autoshard.passes.lib.bucketing import (
     REDUCE_SCATTER,
     Member,
     aten,
+    erase_unread,
     last_collectives,
     made_from,
     member,
@@ -145,7 +146,7 @@ class FuseCollectives(Pass, optional=True):
                 if product.target is aten.addmm.default:
                     new = maker(product, self.name)(aten.add.Tensor, new, product.args[0])
             replace(product, new)
-        _erase_unread([*views, one.node])
+        erase_unread([*views, one.node])
         return ""
 
     def _read_whole(
@@ -213,7 +214,7 @@ class FuseCollectives(Pass, optional=True):
                 if term.bias is not None:
                     new = make(aten.add.Tensor, new, term.bias)
         one.wait.replace_all_uses_with(new)
-        _erase_unread([one.wait, one.node])
+        erase_unread([one.wait, one.node])
         return ""
 
     def _like(self, part: fx.Node, old: fx.Node) -> fx.Node:
@@ -324,19 +325,3 @@ def _divided_bias(node: Any, n: int) -> fx.Node | None:
     shared = (node.meta.get("custom") or {}).get(CHANGE, "").endswith(f": {I} -> {P}")
     bias, ranks = node.args
     return bias if shared and ranks == n and node.meta["val"].dim() == 1 else None  # type: ignore[return-value]
-
-
-def _erase_unread(nodes: list[fx.Node]) -> None:
-    """Erase what nothing reads any more of some nodes, and of what they were made from."""
-    pending = sorted(nodes, reverse=True)
-    seen: set[fx.Node] = set()
-    for node in pending:
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            if one in seen or one.users or one.op != "call_function":
-                continue
-            seen.add(one)
-            sources = one.all_input_nodes
-            one.graph.erase_node(one)
-            stack += sources

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, maker
-from autoshard.planning import arguments, is_trained
+from autoshard.planning import arguments, is_trained, reached
 from autoshard.runtime.collectives import (
     I,
     P,
@@ -129,20 +129,9 @@ def _is_gather(node: fx.Node, state: Any) -> bool:
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """The nodes by which `last` depends on `first`, `last` among them, in their order."""
-    reached, found = {first}, []
-    node = first.next
-    while True:
-        if any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-            found.append(node)
-        if node is last:
-            break
-        node = node.next
-    needed = {last}
-    for node in reversed(found):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    return [node for node in found if node in needed]
+    after = reached([first], lambda node: [user for user in node.users if not last < user])
+    needed = reached([last], lambda node: after.keys() & node.all_input_nodes)
+    return sorted(needed.keys() - {first})
 
 
 def _norm_of(total: fx.Node) -> _Norm | None:

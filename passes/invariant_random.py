@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, maker, replace, set_region
-from autoshard.planning import same_shape
+from autoshard.planning import arguments, same_shape
 from autoshard.runtime import randomness
 from autoshard.runtime.graph_meta import DIFF, PASS, RANDOM_STATE
 
@@ -135,23 +135,23 @@ class InvariantRandom(Pass):
             new = _REWRITES.get(node.target) if node.op == "call_function" else None
             if new is None:
                 continue
-            arguments = _arguments(node)
-            if not _draws(arguments):
+            given = _arguments(node)
+            if not _draws(given):
                 continue
             device = _result(node).device
-            if arguments.get("generator") is not None:
+            if given.get("generator") is not None:
                 report.skip(node, "it has a generator of its own")
             elif not _result(node).dtype.is_floating_point and not new.whole:
                 report.skip(node, f"{_result(node).dtype} numbers")
             elif on is not None and device != on:
                 report.skip(node, f"on {device}, the seed is on {on}")
-            elif new.declines is not None and (reason := new.declines(arguments, node)):
+            elif new.declines is not None and (reason := new.declines(given, node)):
                 report.skip(node, reason)
             else:
                 on, states = device, _states(node) if self.tracked else ()
                 if states not in seeds:
                     seeds[states] = self._seed(gm.graph, node, device, states)
-                self._replace(gm.graph, node, new, arguments, seeds[states], report.hits)
+                self._replace(gm.graph, node, new, given, seeds[states], report.hits)
                 report.hits += 1
 
     def _seed(
@@ -212,15 +212,7 @@ def _states(node: fx.Node) -> tuple[str, str]:
 
 def _arguments(node: fx.Node) -> Arguments:
     """The arguments by name, defaults filled in; a first tensor is always "input"."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    found: Arguments = {}
-    for i, declared in enumerate(schema.arguments):
-        name = "input" if declared.name == "self" else declared.name
-        if i < len(node.args):
-            found[name] = node.args[i]
-        else:
-            found[name] = node.kwargs.get(declared.name, declared.default_value)
-    return found
+    return {"input" if name == "self" else name: one for name, one in arguments(node).items()}
 
 
 def _draws(a: Arguments) -> bool:

@@ -55,7 +55,8 @@ def keep_on_host(forward: fx.GraphModule, backward: fx.GraphModule, results: int
 
 def _movable(outputs: Sequence[Any], results: int) -> list[fx.Node]:
     """The kept values that leave the device, in the order of the graph."""
-    nodes = [n for n in dict.fromkeys(outputs) if isinstance(n, fx.Node) and _is_tensor(n)]
+    nodes = [n for n in dict.fromkeys(outputs) if isinstance(n, fx.Node)]
+    nodes = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     owners = Counter(compat.memory_of(node) for node in nodes)
     found = {
         node
@@ -117,19 +118,12 @@ def _fetch(graph: fx.Graph, chosen: Mapping[fx.Node, fx.Node]) -> None:
 
 def _last_ahead(nodes: Sequence[fx.Node], i: int) -> int:
     """The last of the values after number i that fit beside it into what may be on its way."""
-    limit, total = max(map(_nbytes, nodes)), 0
-    while i + 1 < len(nodes) and (total := total + _nbytes(nodes[i + 1])) <= limit:
+    sizes = [tensor_bytes(node.meta["val"]) for node in nodes]
+    limit, total = max(sizes), 0
+    while i + 1 < len(nodes) and (total := total + sizes[i + 1]) <= limit:
         i += 1
     return i
 
 
 def _wait(graph: fx.Graph, like: fx.Node, args: tuple[fx.Node, ...], name: str) -> fx.Node:
     return emit(graph, like, WAIT_TRANSFER, args, provenance=_NAME, name=name)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _nbytes(node: fx.Node) -> int:
-    return tensor_bytes(node.meta["val"])

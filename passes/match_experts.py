@@ -43,6 +43,7 @@ from autoshard.passes.lib.expert_routes import (
     is_token,
     product_name,
 )
+from autoshard.passes.lib.layouts import permutation
 from autoshard.planning import arguments, reached
 from autoshard.runtime.graph_meta import MIXTURES
 from autoshard.runtime.operators import (
@@ -229,14 +230,10 @@ _UNSAID = ("memory_format", "pin_memory", "layout", "device", "non_blocking")
 
 def _keeps_experts(turn: fx.Node) -> bool:
     """Whether a transposition leaves the first of the dims where it is."""
-    rank = turn.meta["val"].dim()
-    if turn.target is aten.permute.default:
-        dims: Any = turn.args[1]
-        return bool(dims[0] % rank == 0)
-    if turn.target is aten.transpose.int:
-        pair: Any = turn.args[1:3]
-        return 0 not in [dim % rank for dim in pair]
-    return rank == 3
+    if turn.target is aten.mT.default:
+        return bool(turn.meta["val"].dim() == 3)
+    order = permutation(turn)
+    return order is not None and order[0] == 0
 
 
 def _in_reach(route: Route) -> list[fx.Node]:

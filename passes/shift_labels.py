@@ -24,13 +24,12 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, maker
-from autoshard.planning import unflattened
+from autoshard.planning import arguments, unflattened
+from autoshard.runtime.operators import NONE
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-_NONE = 0  # at::Reduction
 _ALIKE = (aten._to_copy.default, aten.clone.default)  # row by row, of any number of rows
-_IGNORED = -100  # what losses leave out if they are not told otherwise
 
 
 @dataclass(frozen=True)
@@ -46,21 +45,21 @@ class ShiftLabels(Pass, optional=True):
             *above, cut = path
             whole: fx.Node = cut.args[0]  # type: ignore[assignment]
             rows, tokens = cut.meta["val"].shape[:2], target.meta["val"].shape
-            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction")) == _NONE:
+            given = arguments(node)
+            if given["reduction"] == NONE:
                 report.skip(node, "it is a loss of each token")
                 continue
             if tokens != rows:
                 report.skip(node, "its scores and targets are of other tokens")
                 continue
-            ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index")
             more = whole.meta["val"].shape[1] - rows[1]
-            ignored = _IGNORED if ignored is None else ignored
             make = maker(node, self.name)
             with graph.inserting_before(node):
                 scores = whole
                 for one in reversed(above):
                     scores = self._again(one, scores)
-                labels = make(aten.constant_pad_nd.default, target, [0, more], ignored)
+                padding = [0, more], given["ignore_index"]
+                labels = make(aten.constant_pad_nd.default, target, *padding)
                 labels = self._again(node.args[1], labels)  # type: ignore[arg-type]
             node.args = (scores, labels, *node.args[2:])
             report.hits += 1
@@ -95,11 +94,10 @@ def _to_the_cut(scores: Any) -> list[fx.Node] | None:
 
 def _cuts_the_end(node: fx.Node) -> bool:
     """Whether a slice leaves out the last rows, and no others, of each sequence."""
-    dim, start, step = (
-        node.args[i] if len(node.args) > i else default for i, default in ((1, 0), (2, 0), (4, 1))
-    )
+    given = arguments(node)
     before: Any = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     after = node.meta["val"].shape
     if not all(isinstance(size, int) for size in (*before, *after)):
         return False
-    return bool(dim == 1 and start in (0, None) and step == 1 and after[1] < before[1])
+    along = given["dim"] == 1 and given["start"] in (0, None) and given["step"] == 1
+    return bool(along and after[1] < before[1])

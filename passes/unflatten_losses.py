@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, maker
-from autoshard.planning import is_one, unflattened
+from autoshard.planning import arguments, is_one, unflattened
+from autoshard.runtime.operators import NONE
 
 aten = torch.ops.aten
 _LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-_NONE = 0  # at::Reduction
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class UnflattenLosses(Pass, optional=True):
             if scores.meta["val"].shape[:-1] != target.meta["val"].shape:
                 report.skip(node, "its scores and targets are flattened from other shapes")
                 continue
-            if (node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction")) == _NONE:
+            if arguments(node)["reduction"] == NONE:
                 report.skip(node, "it is a loss of each token")
                 continue
             with graph.inserting_before(node):

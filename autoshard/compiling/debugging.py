@@ -216,18 +216,13 @@ class DebugWatch(Watch):
     def before(self, name: str, gm: fx.GraphModule, phase: str = "") -> None:
         self._dump(name, phase, "before", gm)
 
-    def after(
-        self, name: str, gm: fx.GraphModule, report: Report | None = None, phase: str = ""
-    ) -> None:
+    def after(self, name: str, gm: fx.GraphModule, report: Report, phase: str = "") -> None:
         """Dump and log."""
         self._dump(name, phase, "after", gm)
         head = f"program {self.number}: {' '.join(filter(None, (phase, name)))}"
-        if report is None:
-            _log.info("%s", head)
-        else:
-            _log.info("%s: %d rewritten, %d declined", head, report.hits, len(report.skips))
-            for skip in report.skips:
-                _log.debug("%s: declined at %s: %s", head, skip.node, skip.reason)
+        _log.info("%s: %d rewritten, %d declined", head, report.hits, len(report.skips))
+        for skip in report.skips:
+            _log.debug("%s: declined at %s: %s", head, skip.node, skip.reason)
         if _graphs.isEnabledFor(logging.DEBUG):
             _graphs.debug("%s left\n%s", head, render(gm, axes=self.axes))
         artifact(f"autoshard_{self._name(name, phase)}_after", lambda: render(gm, axes=self.axes))

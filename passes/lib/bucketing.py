@@ -9,7 +9,7 @@ graph is the same on all ranks of its axis, and so are its buckets.
 
 import heapq
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -157,6 +157,17 @@ def replace_members(bucket: Sequence[Member], results: Sequence[fx.Node]) -> Non
     for one, result in zip(bucket, results, strict=True):
         replace(one.wait, result)
         one.node.graph.erase_node(one.node)
+
+
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
+    """Erase what nothing reads any more of some nodes, and of what they were made from."""
+    waiting, gone = sorted(nodes), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in gone and not node.users and node.op == "call_function":
+            gone.add(node)
+            waiting += node.all_input_nodes
+            node.graph.erase_node(node)
 
 
 def made_from(node: fx.Node, place: fx.Node) -> set[fx.Node]:

@@ -1,7 +1,6 @@
 """The routing of a mixture of experts, read backwards from one of its products."""
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +40,9 @@ def product_name(node: fx.Node) -> str:
     if node.op != "call_function" or str(node.target) not in PRODUCTS:
         return ""
     operands: Any = node.args[:2]
-    rows, stack = (argument.meta["val"].dim() for argument in operands)
-    offs = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
-    return str(node.target) if (rows, stack) == (2, 3) and isinstance(offs, fx.Node) else ""
+    dims = [argument.meta["val"].dim() for argument in operands]
+    ends = arguments(node)["offs"]
+    return str(node.target) if dims == [2, 3] and isinstance(ends, fx.Node) else ""
 
 
 def find_route(product: fx.Node) -> Route:
@@ -64,7 +63,7 @@ def find_route(product: fx.Node) -> Route:
     shape = ids.meta["val"].shape
     if flat.meta["val"].dim() != 1 or len(shape) != 2 or not isinstance(shape[1], int):
         raise NotExperts(f"the experts of tokens are {list(shape)}, not [tokens, k] flattened")
-    parts = dict(_elements(sort))
+    parts = {one.args[1]: one for one in sort.users if one.target is operator.getitem}
     if 1 not in parts:
         raise NotExperts("nothing follows the order of the sorted rows")
     return Route(ids, shape[1], experts, parts[1], (owner,), offs)
@@ -123,12 +122,6 @@ def _counts_up(node: Any) -> bool:
 def _ascends(sort: Any) -> bool:
     """Whether a sort of one dim goes upwards."""
     return not arguments(sort)["descending"]
-
-
-def _elements(node: Any) -> Iterator[tuple[int, fx.Node]]:
-    for user in node.users:
-        if user.target is operator.getitem:
-            yield user.args[1], user
 
 
 def _uncast(node: fx.Node) -> fx.Node:

@@ -5,7 +5,8 @@ by comparisons of such (a mask)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,9 +46,6 @@ class Condition:
     left: Affine
     equal: bool = False
 
-    def changed(self, change: Callable[[Affine], Affine]) -> Condition:
-        return Condition(change(self.left), self.equal)
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -57,18 +55,12 @@ class Difference:
     less: Elements
     equal: bool = False
 
-    def changed(self, change: Callable[[Affine], Affine]) -> Difference:
-        return Difference(_of(self.more, change), _of(self.less, change), self.equal)
-
 
 @dataclass(frozen=True)
 class Holds:
     """The elements, of booleans, are True."""
 
     elements: Elements
-
-    def changed(self, change: Callable[[Affine], Affine]) -> Holds:
-        return Holds(_of(self.elements, change))
 
 
 Test = Condition | Difference | Holds
@@ -125,16 +117,16 @@ def moved(value: Value, source: torch.Tensor, dims: list[int | None], val: torch
     return mapped(value, move)
 
 
-def mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
+def mapped(value: Any, change: Callable[[Affine], Affine]) -> Any:
+    """A value with every Affine in it changed."""
     if isinstance(value, Affine):
         return change(value)
-    if isinstance(value, Elements):
-        return _of(value, change)
-    return replace(value, conditions=tuple(c.changed(change) for c in value.conditions))
-
-
-def _of(elements: Elements, change: Callable[[Affine], Affine]) -> Elements:
-    return replace(elements, index=tuple(map(change, elements.index)))
+    if isinstance(value, tuple):
+        return tuple(mapped(one, change) for one in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    parts = {one.name: mapped(getattr(value, one.name), change) for one in fields(value)}
+    return replace(value, **parts)
 
 
 def broadcast(operand: Indexed, val: torch.Tensor) -> Value:

@@ -12,7 +12,6 @@ would find other elements. `arrange` gives it memory as it was in the trace, bef
 rewritten; `as_traced` does so for the operand of one rank.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,8 @@ from torch._ops import OpOverload
 
 from autoshard.errors import PlanError
 from autoshard.passes.base import Report, maker, replace, user_line
+from autoshard.planning import packet
+from autoshard.runtime.compat import viewed
 from autoshard.runtime.graph_meta import DIFF
 
 aten = torch.ops.aten
@@ -57,24 +58,24 @@ def gathered_layout(shard: Sequence[int], n: int) -> Arrangement:
 
 def below(node: fx.Node, layout: Arrangement) -> Arrangement | None:
     """The layout of a view of a value; None: it is none, or cuts an atom."""
-    kind = getattr(node.target, "overloadpacket", None)
-    if kind in _SAME:
-        return layout
-    if kind in _REGROUPS:
-        return _regrouped(layout, node.meta["val"].shape)
     order = permutation(node)
-    return None if order is None else tuple(layout[dim] for dim in order)
+    if order is None:
+        return _unturned(node, layout, node.meta["val"].shape)
+    return tuple(layout[dim] for dim in order)
 
 
 def above(node: fx.Node, layout: Arrangement) -> Arrangement | None:
     """The layout of what `node` is a view of, from its own."""
-    kind = getattr(node.target, "overloadpacket", None)
-    if kind in _SAME:
-        return layout
-    if kind in _REGROUPS:
-        return _regrouped(layout, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
     order = permutation(node)
-    return None if order is None else tuple(layout[order.index(dim)] for dim in range(len(order)))
+    if order is None:
+        return _unturned(node, layout, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    return tuple(layout[order.index(dim)] for dim in range(len(order)))
+
+
+def _unturned(node: fx.Node, layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
+    """The layout on the other side of an operator that keeps the order of elements."""
+    kind = packet(node)
+    return layout if kind in _SAME else _regrouped(layout, shape) if kind in _REGROUPS else None
 
 
 def split_dim(layout: Arrangement, shard: Sequence[int]) -> int | None:
@@ -108,8 +109,7 @@ def in_order(layout: Arrangement, shard: Sequence[int], dim: int) -> bool:
 
 def is_rearranged(node: fx.Node) -> bool:
     """Whether a node is a view, a permutation or a copy of its operand."""
-    kind = getattr(node.target, "overloadpacket", None)
-    return kind in _SAME | _REGROUPS | _PERMUTES
+    return packet(node) in _SAME | _REGROUPS | _PERMUTES
 
 
 def _regrouped(layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
@@ -131,7 +131,7 @@ def _regrouped(layout: Arrangement, shape: Sequence[int]) -> Arrangement | None:
 
 def permutation(node: fx.Node) -> list[int] | None:
     """The dims of its operand, as a permutation has them; None: it is none."""
-    kind, args = getattr(node.target, "overloadpacket", None), node.args[1:]
+    kind, args = packet(node), node.args[1:]
     if kind not in (aten.permute, aten.transpose, aten.t, aten.numpy_T):
         return None
     order = list(range(node.meta["val"].dim()))
@@ -257,7 +257,7 @@ class _Arranging:
             if isinstance(val, torch.Tensor) and memory_order(val) is not None:
                 if _from(at, pattern).within(val.numel()):
                     return at
-            at = _viewed(at) if views else None
+            at = viewed(at) if views else None
         return None
 
     def own(self, source: fx.Node) -> _Pattern:
@@ -323,15 +323,3 @@ def _from(base: fx.Node, pattern: _Pattern) -> _Pattern:
     """The pattern, counted from where the memory of `base` starts."""
     behind = base.meta["val"].storage_offset()
     return pattern._replace(start=pattern.start - behind) if behind else pattern
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, if it is one."""
-    if node.op != "call_function":
-        return None
-    if node.target is operator.getitem:  # of the views that split and unbind make
-        return _viewed(node.all_input_nodes[0])
-    schema = node.target._schema if isinstance(node.target, OpOverload) else None
-    if schema is None or schema.is_mutable or all(one.alias_info is None for one in schema.returns):
-        return None
-    return node.all_input_nodes[0]
