@@ -44,27 +44,11 @@ def masked_attention(
     return made
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor | None,
-    visible: Tensor | None,
-    queries: Tensor | None,
-    keys: Tensor | None,
-    sizes: Tensor | None,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(the result, logarithms of the rows' sums). queries, keys, sizes: of `document_bounds`."""
-    by_kernel = varlen.available(query)
-    first = _first(query, key, documents, visible, window, by_kernel)
-    if by_kernel:
-        spans = _spans(query, key, queries, keys, sizes)
-        made = varlen.forward(query, key, value, first, visible, window, scale, spans)
-    else:
-        made = by_blocks.forward(query, key, value, first, visible, scale)
-    return _laid_out(made[0]), made[1].contiguous()
+def _attend(query: Tensor, key: Tensor, value: Tensor, *known: Any) -> tuple[Tensor, Tensor]:
+    """(the result, logarithms of the rows' sums). known: of `_KNOWN`."""
+    way, told = _way(query, key, *known)
+    out, sums = way.forward(query, key, value, *told)
+    return _laid_out(out), sums.contiguous()
 
 
 def _attend_backward(
@@ -74,6 +58,16 @@ def _attend_backward(
     value: Tensor,
     out: Tensor,
     sums: Tensor,
+    *known: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    way, told = _way(query, key, *known)
+    found = way.backward(gradient, query, key, value, out, sums, *told)
+    return _laid_out(found[0]), _laid_out(found[1]), _laid_out(found[2])
+
+
+def _way(
+    query: Tensor,
+    key: Tensor,
     documents: Tensor | None,
     visible: Tensor | None,
     queries: Tensor | None,
@@ -81,16 +75,22 @@ def _attend_backward(
     sizes: Tensor | None,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, tuple[Any, ...]]:
+    """The module that computes, and what it is told besides tensors of heads. queries, keys, sizes:
+    of `document_bounds`."""
+    (batch, _, rows, _), length = query.shape, key.shape[2]
     by_kernel = varlen.available(query)
-    first = _first(query, key, documents, visible, window, by_kernel)
-    known = (gradient, query, key, value, out, sums, first, visible)
-    if by_kernel:
-        spans = _spans(query, key, queries, keys, sizes)
-        found = varlen.backward(*known, window, scale, spans)
+    first = None
+    if not by_kernel or visible is not None:  # else the kernel is told the same
+        first = first_keys(documents, window, rows, length, query.device)
+    if not by_kernel:
+        return by_blocks, (first, visible, scale)
+    if queries is None or keys is None or sizes is None:
+        spans = varlen.whole_sequences(batch, rows, length, query.device)
     else:
-        found = by_blocks.backward(*known, scale)
-    return _laid_out(found[0]), _laid_out(found[1]), _laid_out(found[2])
+        count, *most = sizes.tolist()  # on the host already
+        spans = varlen.Spans(queries[: count + 1], keys[: count + 1], *most)
+    return varlen, (first, visible, window, scale, spans)
 
 
 def first_keys(
@@ -140,34 +140,6 @@ def _begins(documents: torch.Tensor) -> torch.Tensor:
     numbers = documents.flatten(1)
     changed = numbers[:, 1:] != numbers[:, :-1]
     return torch.nn.functional.pad(changed, (1, 0), value=True)
-
-
-def _first(
-    query: Tensor,
-    key: Tensor,
-    documents: Tensor | None,
-    visible: Tensor | None,
-    window: int | None,
-    by_kernel: bool,
-) -> Any:
-    """Of `first_keys`; None where the kernel is told the same, and nothing else reads it."""
-    if by_kernel and visible is None:
-        return None
-    return first_keys(documents, window, query.shape[2], key.shape[2], query.device)
-
-
-def _spans(
-    query: Tensor,
-    key: Tensor,
-    queries: Tensor | None,
-    keys: Tensor | None,
-    sizes: Tensor | None,
-) -> varlen.Spans:
-    if queries is None or keys is None or sizes is None:
-        batch, _, rows, _ = query.shape
-        return varlen.whole_sequences(batch, rows, key.shape[2], query.device)
-    count, most_queries, most_keys = sizes.tolist()  # on the host already
-    return varlen.Spans(queries[: count + 1], keys[: count + 1], most_queries, most_keys)
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -247,69 +219,38 @@ torch.library.register_autograd(
 
 
 def masked_prefix(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-    window: int | None = None,
-    *,
-    axis: Axis,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *masks: Any, axis: Axis, **options: Any
+) -> Tensor:
     """`MASKED_ATTENTION` of this rank's query rows, of as many as there are keys; what lies after
     its last row, or before the window of its first, is not read."""
     rows, length = query.shape[-2], key.shape[-2]
     end = length if axis.rank == axis.size - 1 else (axis.rank + 1) * rows
-    masks = (documents, visible)
-    return _part(query, key, value, masks, window, end, scale, enable_gqa)
+    return _before(end, query, key, value, *masks, **options)
 
 
 def masked_both_ends(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-    window: int | None = None,
-    *,
-    axis: Axis,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *masks: Any, axis: Axis, **options: Any
+) -> Tensor:
     """`masked_prefix` where the rank's query rows are in head-tail order."""
     rows = query.shape[-2] // 2
-    masks = (documents, visible)
-    return torch.cat(
-        [
-            _part(part, key, value, masks, window, (chunk + 1) * rows, scale, enable_gqa)
-            for chunk, part in zip(own_chunks(axis), query.split(rows, -2))
-        ],
-        -2,
-    )
+    parts = zip(own_chunks(axis), query.split(rows, -2))
+    ends = [(part, (chunk + 1) * rows) for chunk, part in parts]
+    return torch.cat([_before(end, one, key, value, *masks, **options) for one, end in ends], -2)
 
 
-def _part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    masks: tuple[torch.Tensor | None, torch.Tensor | None],
-    window: int | None,
+def _before(
     end: int,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None = None,
+    visible: Tensor | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> Tensor:
     """Of the query rows that stand before `end`."""
     start = 0 if window is None else max(0, end - query.shape[-2] - window + 1)
-    documents, visible = (None if one is None else one[..., start:end] for one in masks)
-    made: torch.Tensor = MASKED_ATTENTION(
-        query,
-        *(x.narrow(-2, start, end - start) for x in (key, value)),
-        documents,
-        visible,
-        window,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    key, value = (x.narrow(-2, start, end - start) for x in (key, value))
+    masks = [None if one is None else one[..., start:end] for one in (documents, visible)]
+    made: Tensor = MASKED_ATTENTION(query, key, value, *masks, window, **options)
     return made
