@@ -13,7 +13,6 @@ from autoshard.runtime.randomness.distributions import (
 )
 from autoshard.runtime.randomness.draws import (
     ATTENTION,
-    VERSION,
     attention,
     bernoulli,
     bernoulli_p,
@@ -39,3 +38,4 @@ from autoshard.runtime.randomness.generators import (
     fork,
     region,
 )
+from autoshard.runtime.randomness.philox import VERSION

@@ -6,26 +6,24 @@
 
 The others are composite: AOTAutograd traces through them to integer and pointwise
 operators, which compilers fuse into their neighbours. Each is a function here that also takes the
-`part` of the whole tensor that a rank holds; `on_shard` calls it with the rank's own.
+`part` of the whole tensor that a rank holds; `on_shard` calls it with the rank's own. Count up
+`VERSION` whenever one gives other numbers.
 
 The seed comes from the CPU generator whatever the device, so that `torch.manual_seed` gives the
 same numbers everywhere and `torch.get_rng_state` saves them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from autoshard.runtime import collectives, compat
 from autoshard.runtime.collectives import Axis, chunk_bounds
-from autoshard.runtime.randomness import distributions, generators, philox
-from autoshard.runtime.randomness.philox import Part
+from autoshard.runtime.randomness import generators
+from autoshard.runtime.randomness.philox import DRAWING, Draw, Part, drawing
 
-# The overload of every operator. torch caches compiled graphs on disk under the names of operators:
-# count up whenever a function below gives other numbers, or an old cache would go on giving them.
-VERSION = "v1"
 _int64 = torch.iinfo(torch.int64)
 _stream = 0
 _stands_for = 0
@@ -104,32 +102,31 @@ def tracked_seeds(
     return torch.stack([tracker.draw(name) for name in (alike, apart)]).to(device)
 
 
-def dropout(
-    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
-) -> torch.Tensor:
+_ELEMENTS = "Tensor self, Tensor seed, float p, int call) -> "
+_TWO = "Tensor self, Tensor seed, float {}, float {}, int call, ScalarType? dtype=None) -> Tensor"
+
+
+@drawing(f"{_ELEMENTS}Tensor")
+def dropout(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
     """aten.dropout in training."""
-    return _dropped(x, seed, p, call, part)[0]
+    return _dropped(x, draw, p)[0]
 
 
-def native_dropout(
-    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+@drawing(f"{_ELEMENTS}(Tensor, Tensor)")
+def native_dropout(x: torch.Tensor, draw: Draw, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """aten.native_dropout in training: the result, and the mask of what is kept (bool)."""
-    return _dropped(x, seed, p, call, part)
+    return _dropped(x, draw, p)
 
 
-def feature_dropout(
-    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
-) -> torch.Tensor:
+@drawing(f"{_ELEMENTS}Tensor")
+def feature_dropout(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
     """aten.feature_dropout in training: drops whole channels of x [N, C, ...]."""
-    mask = philox.keep(x.shape[:2], seed, call, p, part)
+    mask = draw.keep(x.shape[:2], p)
     return x * mask.reshape([*x.shape[:2], *[1] * (x.dim() - 2)]) * _scale(p)
 
 
-def _dropped(
-    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = philox.keep(x.shape, seed, call, p, part)
+def _dropped(x: torch.Tensor, draw: Draw, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = draw.keep(x.shape, p)
     return x * mask * _scale(p), mask
 
 
@@ -137,68 +134,57 @@ def _scale(p: float) -> float:
     return 0.0 if p == 1 else 1 / (1 - p)
 
 
-def bernoulli(
-    p: torch.Tensor, seed: torch.Tensor, call: int, part: Part | None = None
-) -> torch.Tensor:
+@drawing("Tensor self, Tensor seed, int call) -> Tensor")
+def bernoulli(p: torch.Tensor, draw: Draw) -> torch.Tensor:
     """aten.bernoulli: 1 with the probability that each element of `p` says."""
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-    return (philox.uniform(p.shape, seed, call, wide, part) < p.detach()).to(p.dtype)
+    return (draw.uniform(p.shape, wide) < p.detach()).to(p.dtype)
 
 
-def bernoulli_p(
-    x: torch.Tensor, seed: torch.Tensor, p: float, call: int, part: Part | None = None
-) -> torch.Tensor:
+@drawing(f"{_ELEMENTS}Tensor")
+def bernoulli_p(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
     """aten.bernoulli.p: 1 with probability `p`, of x's shape and dtype."""
-    return philox.keep(x.shape, seed, call, 1 - p, part).to(x.dtype)
+    return draw.keep(x.shape, 1 - p).to(x.dtype)
 
 
+@drawing(_TWO.format("low", "high"))
 def uniform(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    low: float,
-    high: float,
-    call: int,
-    dtype: torch.dtype | None = None,
-    part: Part | None = None,
+    x: torch.Tensor, draw: Draw, low: float, high: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """aten.uniform of x's shape; in [low, high)."""
-    numbers = philox.uniform(x.shape, seed, call, dtype or x.dtype, part)
+    numbers = draw.uniform(x.shape, dtype or x.dtype)
     return numbers if (low, high) == (0, 1) else numbers * (high - low) + low
 
 
+@drawing(_TWO.format("mean", "std"))
 def normal(
-    x: torch.Tensor,
-    seed: torch.Tensor,
-    mean: float,
-    std: float,
-    call: int,
-    dtype: torch.dtype | None = None,
-    part: Part | None = None,
+    x: torch.Tensor, draw: Draw, mean: float, std: float, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """aten.normal_functional: normal numbers of x's shape."""
-    numbers = philox.normal(x.shape, seed, call, dtype or x.dtype, part)
+    numbers = draw.normal(x.shape, dtype or x.dtype)
     return numbers if (mean, std) == (0, 1) else numbers * std + mean
 
 
-def exponential(
-    x: torch.Tensor, seed: torch.Tensor, rate: float, call: int, part: Part | None = None
-) -> torch.Tensor:
+@drawing("Tensor self, Tensor seed, float rate, int call) -> Tensor")
+def exponential(x: torch.Tensor, draw: Draw, rate: float) -> torch.Tensor:
     """aten.exponential of x's shape."""
-    return philox.exponential(x.shape, seed, call, x.dtype, part) / rate
+    return draw.exponential(x.shape, x.dtype) / rate
 
 
+@drawing(
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor seed, float p, "
+    "bool is_causal, float? scale, bool enable_gqa, int call) -> Tensor"
+)
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
-    seed: torch.Tensor,
+    draw: Draw,
     p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    call: int,
-    part: Part | None = None,
 ) -> torch.Tensor:
     """aten.scaled_dot_product_attention with dropout, in the form that writes the scores out.
 
@@ -220,7 +206,7 @@ def attention(
     elif attn_mask is not None:
         scores = scores + attn_mask.to(wide)
     probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
-    dropped, _ = _dropped(probabilities, seed, p, call, part)
+    dropped, _ = _dropped(probabilities, draw, p)
     return (dropped @ value.to(wide)).to(query.dtype)
 
 
@@ -234,7 +220,7 @@ def on_shard(
     inner_dim: int | None = None,
     outer: Axis | None = None,
 ) -> Any:
-    """Run the function of `SCHEMAS` that is named `op` on a shard.
+    """Run the function of `DRAWING` that is named `op` on a shard.
 
     dim: the sharded dim of the first operand, which is that of the random numbers. extent: its
     global size; None where that is symbolic, and then the axis divides it. inner_dim, outer: where
@@ -242,18 +228,18 @@ def on_shard(
     again with None, which tracked seeds alone ask for.
     """
     if outer is None:
-        return _FUNCTIONS[op](first, *args, part=_place(first.shape[dim], dim, extent, axis))
+        return DRAWING[op](first, *args, part=_place(first.shape[dim], dim, extent, axis))
     seed = [one for one in args if isinstance(one, torch.Tensor)][-1]
     if seed.dim():  # of `tracked_seeds`: shards of an outer axis are as batches of their own
         own = _apart(seed, outer.rank)
         args = tuple(own if one is seed else one for one in args)
         part = None if inner_dim is None else Part(inner_dim, 0, first.shape[inner_dim])
-        return _FUNCTIONS[op](first, *args, part=part)
+        return DRAWING[op](first, *args, part=part)
     assert inner_dim is not None
     length = first.shape[dim] * (axis.size if inner_dim == dim else 1)
     within = _place(length, dim, extent, outer)
     part = _place(first.shape[inner_dim], inner_dim, None, axis)._replace(within=within)
-    return _FUNCTIONS[op](first, *args, part=part)
+    return DRAWING[op](first, *args, part=part)
 
 
 def _place(length: int, dim: int, extent: int | None, axis: Axis) -> Part:
@@ -267,54 +253,21 @@ def on_microbatch(
 ) -> Any:
     """As `on_shard`, of rows that the last argument says: a tensor of one element, the first."""
     *given, start = args
-    return _FUNCTIONS[op](first, *given, part=Part(dim, start.reshape(()), extent))
+    return DRAWING[op](first, *given, part=Part(dim, start.reshape(()), extent))
 
 
-SCHEMAS: Sequence[tuple[Callable[..., Any], str]] = (
-    (dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
-    (native_dropout, "Tensor self, Tensor seed, float p, int call) -> (Tensor, Tensor)"),
-    (feature_dropout, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
-    (bernoulli, "Tensor self, Tensor seed, int call) -> Tensor"),
-    (bernoulli_p, "Tensor self, Tensor seed, float p, int call) -> Tensor"),
-    (
-        uniform,
-        "Tensor self, Tensor seed, float low, float high, int call, ScalarType? dtype=None)"
-        " -> Tensor",
-    ),
-    (
-        normal,
-        "Tensor self, Tensor seed, float mean, float std, int call, ScalarType? dtype=None)"
-        " -> Tensor",
-    ),
-    (exponential, "Tensor self, Tensor seed, float rate, int call) -> Tensor"),
-    (
-        attention,
-        "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor seed, float p, "
-        "bool is_causal, float? scale, bool enable_gqa, int call) -> Tensor",
-    ),
-    *distributions.SCHEMAS,
+# a CUDA graph would draw once, and copy from memory that is gone: it has the seed from outside
+_SEEDED = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
+compat.define_operator(
+    "random_seed(Device device) -> Tensor",
+    _random_seed,
+    lambda device: torch.empty((), dtype=torch.int64, device=device),
+    _SEEDED,
 )
-_FUNCTIONS = {function.__name__: function for function, _ in SCHEMAS}
-
-
-def _define() -> None:
-    # a CUDA graph would draw once, and copy from memory that is gone: it has the seed from outside
-    seeded = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
-    compat.define_operator(
-        "random_seed(Device device) -> Tensor",
-        _random_seed,
-        lambda device: torch.empty((), dtype=torch.int64, device=device),
-        seeded,
-    )
-    compat.define_operator(
-        "tracked_seeds(Device device, str alike, str apart) -> Tensor",
-        _tracked_seeds,
-        lambda device, alike, apart: torch.empty((2,), dtype=torch.int64, device=device),
-        seeded,
-    )
-    for function, schema in SCHEMAS:
-        compat.define_operator(f"{function.__name__}.{VERSION}({schema}", function)
-
-
-_define()
+compat.define_operator(
+    "tracked_seeds(Device device, str alike, str apart) -> Tensor",
+    _tracked_seeds,
+    lambda device, alike, apart: torch.empty((2,), dtype=torch.int64, device=device),
+    _SEEDED,
+)
 ATTENTION = torch.ops.autoshard.attention

@@ -13,8 +13,9 @@ where each element computes its own block anyhow.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,23 +110,80 @@ def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) ->
     return [a, b & _WORD, c, d & _WORD]
 
 
-def draw(
-    shape: Sequence[int], seed: torch.Tensor, call: int, part: Part | None = None, count: int = 4
-) -> list[Any]:
-    """`count` words of every element of a tensor of `shape` (this rank's part of the whole).
-
-    seed: int64 scalar; or [2], one that is the same on all ranks and the rank's own. A part then
-    draws from its own, counted from 0.
+class Draw(NamedTuple):
+    """The numbers of one random operator. seed: int64 scalar; or [2], one that is the same on all
+    ranks and the rank's own: a part then draws from its own, counted from 0. call: as of `words`.
+    part: what this rank holds of the whole; shapes are those of that.
     """
-    if seed.dim():
-        seed, part = (seed[0], None) if part is None else (seed[1], None)
-    if part is not None and part.within is not None:  # on two axes: composed, in eager code too
-        return _numbered(shape, part, seed, call, count)
-    place: Any = (-1, 0, 0) if part is None else part[:3]
-    starts = isinstance(place[1], torch.Tensor)
-    drawn = torch.ops.autoshard.philox_from if starts else torch.ops.autoshard.philox
-    found: list[Any] = drawn.v1(seed, shape, *place, call, count)
-    return found
+
+    seed: torch.Tensor
+    call: int
+    part: Part | None = None
+
+    def words(self, shape: Sequence[int], count: int = 4) -> list[Any]:
+        """`count` random words of every element of a tensor of `shape`."""
+        seed, call, part = self
+        if seed.dim():
+            seed, part = (seed[0], None) if part is None else (seed[1], None)
+        if part is not None and part.within is not None:  # on two axes: composed, in eager code too
+            return _numbered(shape, part, seed, call, count)
+        place: Any = (-1, 0, 0) if part is None else part[:3]
+        starts = isinstance(place[1], torch.Tensor)
+        drawn = torch.ops.autoshard.philox_from if starts else torch.ops.autoshard.philox
+        found: list[Any] = drawn.v1(seed, shape, *place, call, count)
+        return found
+
+    def keep(self, shape: Sequence[int], p: float) -> torch.Tensor:
+        """bool of `shape`, True with probability 1 - p; exact at p = 0 and p = 1."""
+        word: torch.Tensor = self.words(shape, 1)[0]
+        return word < round((1 - p) * 2**32)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uniform numbers in [0, 1), the same in every element on every device."""
+        return _fraction(self.words(shape, 2 if dtype == torch.float64 else 1), dtype)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Standard normal numbers, by the method of Box and Muller, computed in float32 or float64.
+
+        The same up to the rounding of log and cos, which differs between devices.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        found = self.words(shape)
+        radius = (-2 * torch.log1p(-_fraction(found[:2], wide))).sqrt()
+        return (radius * torch.cos(2 * math.pi * _fraction(found[2:], wide))).to(dtype)
+
+    def exponential(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Exponential numbers of rate 1, above 0, so that their logarithm is finite."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        numbers = -torch.log1p(-self.uniform(shape, wide))
+        return numbers.clamp_min(2.0 ** -(_DIGITS[wide] + 1)).to(dtype)
+
+
+# The overload of every operator. torch caches compiled graphs on disk under the names of operators:
+# count up whenever a function of one gives other numbers, or an old cache would go on giving them.
+VERSION = "v1"
+
+DRAWING: dict[str, Callable[..., Any]] = {}
+"""By name of an operator that draws: its function."""
+
+
+def drawing(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Defines the operator of that schema by a function whose argument in the place of the seed is
+    a `Draw`, and which has no call. What is made of it takes the `part` that a rank holds, too."""
+    names = [text.split()[-1].partition("=")[0] for text in schema.partition(")")[0].split(",")]
+    at, last = names.index("seed"), names.index("call")
+
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, part: Part | None = None) -> Any:
+            draw = Draw(args[at], args[last], part)
+            return function(*args[:at], draw, *args[at + 1 : last], *args[last + 1 :])
+
+        DRAWING[function.__name__] = run
+        compat.define_operator(f"{function.__name__}.{VERSION}({schema}", run)
+        return run
+
+    return made
 
 
 def composed(
@@ -199,55 +257,6 @@ def _rounds(
         free = [b, d]
         a, b, c, d = c, second, a, first
     return a, b, c, d
-
-
-def keep(
-    shape: Sequence[int], seed: torch.Tensor, call: int, p: float, part: Part | None = None
-) -> torch.Tensor:
-    """bool of `shape`, True with probability 1 - p; exact at p = 0 and p = 1."""
-    word: torch.Tensor = draw(shape, seed, call, part, 1)[0]
-    return word < round((1 - p) * 2**32)
-
-
-def uniform(
-    shape: Sequence[int],
-    seed: torch.Tensor,
-    call: int,
-    dtype: torch.dtype,
-    part: Part | None = None,
-) -> torch.Tensor:
-    """Uniform numbers in [0, 1), the same in every element on every device."""
-    return _fraction(draw(shape, seed, call, part, 2 if dtype == torch.float64 else 1), dtype)
-
-
-def normal(
-    shape: Sequence[int],
-    seed: torch.Tensor,
-    call: int,
-    dtype: torch.dtype,
-    part: Part | None = None,
-) -> torch.Tensor:
-    """Standard normal numbers, by the method of Box and Muller, computed in float32 or float64.
-
-    The same up to the rounding of log and cos, which differs between devices.
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    found = draw(shape, seed, call, part)
-    radius = (-2 * torch.log1p(-_fraction(found[:2], wide))).sqrt()
-    return (radius * torch.cos(2 * math.pi * _fraction(found[2:], wide))).to(dtype)
-
-
-def exponential(
-    shape: Sequence[int],
-    seed: torch.Tensor,
-    call: int,
-    dtype: torch.dtype,
-    part: Part | None = None,
-) -> torch.Tensor:
-    """Exponential numbers of rate 1, above 0, so that their logarithm is finite."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    numbers = -torch.log1p(-uniform(shape, seed, call, wide, part))
-    return numbers.clamp_min(2.0 ** -(_DIGITS[wide] + 1)).to(dtype)
 
 
 def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:

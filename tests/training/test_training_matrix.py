@@ -10,8 +10,7 @@ import torch
 
 import autoshard
 from autoshard.program import Program
-from autoshard.runtime.randomness import philox
-from autoshard.runtime.randomness.philox import Part
+from autoshard.runtime.randomness.philox import Draw, Part
 from models_dropout import dropped
 from side_by_side import whole
 from steps import error, placeholders, serial_step, sharded_step
@@ -27,18 +26,16 @@ class Masks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: Drawn = []
-        lock, keep = threading.Lock(), philox.keep
+        lock, keep = threading.Lock(), Draw.keep
 
-        def recorded(
-            shape: Any, seed: torch.Tensor, call: int, p: float, part: Part | None = None
-        ) -> torch.Tensor:
-            mask = keep(shape, seed, call, p, part)
+        def recorded(draw: Draw, shape: Any, p: float) -> torch.Tensor:
+            mask = keep(draw, shape, p)
             if not isinstance(mask, torch._subclasses.FakeTensor):
                 with lock:
-                    self.found.append((call, part, mask))
+                    self.found.append((draw.call, draw.part, mask))
             return mask
 
-        monkeypatch.setattr(philox, "keep", recorded)
+        monkeypatch.setattr(Draw, "keep", recorded)
 
     def take(self) -> Drawn:
         found, self.found = self.found, []

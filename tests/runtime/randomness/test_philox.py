@@ -17,7 +17,7 @@ from torch import nn
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.randomness import philox
 from autoshard.runtime.randomness.draws import draw_apart
-from autoshard.runtime.randomness.philox import Part
+from autoshard.runtime.randomness.philox import Draw, Part
 
 SEED = torch.tensor(-1234567890123456789)
 #: counter, key, result: the known-answer tests that Random123 publishes for philox4x32-10.
@@ -84,12 +84,12 @@ def parts(shape: tuple[int, ...], dim: int, n: int) -> list[tuple[list[int], Par
 
 
 DRAWS: dict[str, Callable[..., torch.Tensor]] = {
-    "mask": lambda shape, part: philox.keep(shape, SEED, 3, 0.3, part),
-    "float32": lambda shape, part: philox.uniform(shape, SEED, 3, torch.float32, part),
-    "float64": lambda shape, part: philox.uniform(shape, SEED, 3, torch.float64, part),
-    "bfloat16": lambda shape, part: philox.uniform(shape, SEED, 3, torch.bfloat16, part),
-    "normal": lambda shape, part: philox.normal(shape, SEED, 3, torch.float32, part),
-    "exponential": lambda shape, part: philox.exponential(shape, SEED, 3, torch.float32, part),
+    "mask": lambda shape, part: Draw(SEED, 3, part).keep(shape, 0.3),
+    "float32": lambda shape, part: Draw(SEED, 3, part).uniform(shape, torch.float32),
+    "float64": lambda shape, part: Draw(SEED, 3, part).uniform(shape, torch.float64),
+    "bfloat16": lambda shape, part: Draw(SEED, 3, part).uniform(shape, torch.bfloat16),
+    "normal": lambda shape, part: Draw(SEED, 3, part).normal(shape, torch.float32),
+    "exponential": lambda shape, part: Draw(SEED, 3, part).exponential(shape, torch.float32),
 }
 
 
@@ -109,7 +109,7 @@ def test_shards_of_any_dim_are_slices_of_the_whole(name: str, n: int) -> None:
 def test_a_shard_far_into_a_large_tensor() -> None:
     """Positions beyond 32 bits, without the memory of the whole."""
     part = Part(0, 3 * 2**20, 2**22)
-    found = philox.draw((1, 2**12), SEED, 3, part)[0]
+    found = Draw(SEED, 3, part).words((1, 2**12))[0]
     key = [int(SEED) % 2**32, (int(SEED) >> 32) % 2**32]
     for column in (0, 5):
         position = 3 * 2**20 * 2**12 + column
@@ -126,10 +126,10 @@ def compiled_draws() -> None:
 
         def draws(x: torch.Tensor, seed: torch.Tensor, part: Part | None = part) -> Any:
             return [
-                x * philox.keep(x.shape, seed, 5, 0.3, part),
-                torch.ones(x.shape) * philox.keep(x.shape, seed, 6, 0.3, part),
-                philox.uniform(x.shape, seed, 7, torch.float32, part),
-                philox.normal(x.shape, seed, 8, torch.float32, part),
+                x * Draw(seed, 5, part).keep(x.shape, 0.3),
+                torch.ones(x.shape) * Draw(seed, 6, part).keep(x.shape, 0.3),
+                Draw(seed, 7, part).uniform(x.shape, torch.float32),
+                Draw(seed, 8, part).normal(x.shape, torch.float32),
             ]
 
         x = torch.randn(5, 33)
@@ -157,10 +157,10 @@ def test_compiled_draws_are_eager_ones() -> None:
 
 def test_p_of_0_and_1_are_exact_and_others_close() -> None:
     shape = (1000, 100)
-    assert philox.keep(shape, SEED, 0, 0.0).all()
-    assert not philox.keep(shape, SEED, 0, 1.0).any()
+    assert Draw(SEED, 0).keep(shape, 0.0).all()
+    assert not Draw(SEED, 0).keep(shape, 1.0).any()
     for p in (0.001, 0.1, 0.5, 0.9):
-        kept = philox.keep(shape, SEED, 0, p).double().mean()
+        kept = Draw(SEED, 0).keep(shape, p).double().mean()
         assert abs(kept - (1 - p)) < 5 * math.sqrt(p * (1 - p) / 1e5)
 
 
@@ -172,13 +172,13 @@ def test_draws_are_independent() -> None:
     """Of neighbours, of calls, of seeds that differ in one bit, of data-parallel streams."""
     n = 200_000
     bound = 5 / math.sqrt(n)
-    x = philox.uniform((n,), SEED, 0, torch.float64)
+    x = Draw(SEED, 0).uniform((n,), torch.float64)
     others = {
         "next element": x.roll(1),
         "row of 1024": x.roll(1024),
-        "call": philox.uniform((n,), SEED, 1, torch.float64),
-        "seed": philox.uniform((n,), SEED ^ 1, 0, torch.float64),
-        "high bit of the seed": philox.uniform((n,), SEED ^ (1 << 62), 0, torch.float64),
+        "call": Draw(SEED, 1).uniform((n,), torch.float64),
+        "seed": Draw(SEED ^ 1, 0).uniform((n,), torch.float64),
+        "high bit of the seed": Draw(SEED ^ (1 << 62), 0).uniform((n,), torch.float64),
     }
     for name, other in others.items():
         assert abs(correlation(x, other)) < bound, name
@@ -187,15 +187,15 @@ def test_draws_are_independent() -> None:
 def test_distributions() -> None:
     n = 200_000
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        x = philox.uniform((n,), SEED, 0, dtype)
+        x = Draw(SEED, 0).uniform((n,), dtype)
         assert x.dtype == dtype and 0 <= x.min() and x.max() < 1
         counts = torch.histc(x.float(), 64, 0, 1)
         chi2 = float(((counts - n / 64) ** 2 / (n / 64)).sum())
         assert 24 < chi2 < 118  # 63 degrees of freedom: five sigma
-    x = philox.normal((n,), SEED, 1, torch.float64)
+    x = Draw(SEED, 1).normal((n,), torch.float64)
     for power, moment, sigma in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
         assert abs((x**power).mean() - moment) < 5 * math.sqrt(sigma / n), power
-    x = philox.exponential((n,), SEED, 2, torch.float32).double()
+    x = Draw(SEED, 2).exponential((n,), torch.float32).double()
     assert x.min() > 0 and x.isfinite().all()
     assert abs(x.mean() - 1) < 5 / math.sqrt(n)
     assert abs(x.exp().reciprocal().mean() - 0.5) < 5 / math.sqrt(12 * n)
