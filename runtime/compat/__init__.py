@@ -41,7 +41,6 @@ from autoshard.runtime.compat.autograd import (
 from autoshard.runtime.compat.compiled_modules import (
     parametrized_class,
     parametrized_subclass,
-    replace,
     watch_compiles,
 )
 from autoshard.runtime.compat.dynamo import (
@@ -49,6 +48,7 @@ from autoshard.runtime.compat.dynamo import (
     READ_WHOLE,
     READS_AS,
     at_first_call,
+    replace,
     store_in_trace,
     trace_as_ours,
     traced_as_ours,

@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -17,6 +17,8 @@ from torch._decomp import decompositions
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch.fx._lazy_graph_module import _LazyGraphModule
+
+T = TypeVar("T")
 
 Finish = Callable[[fx.GraphModule, bool], Any]
 """Called with each graph AOTAutograd makes, and whether it is the backward, to rewrite it."""
@@ -191,13 +193,19 @@ def forward_backward(
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         # on meta tensors only, and the graph has its backward
         warnings.filterwarnings("ignore", message="aten::nll_loss")
-        try:
-            trace(fw_compiler=compiler, bw_compiler=compiler)
-        except TensorifyScalarRestartAnalysis:
-            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
-            trace(fw_compiler=compiler, bw_compiler=compiler)
-            TensorifyState.clear()
+        twice(lambda: trace(fw_compiler=compiler, bw_compiler=compiler))
     return found[0]
+
+
+def twice(trace: Callable[[], T]) -> T:
+    """What a trace makes, done again where it asks Dynamo, once, not to make inputs of Python
+    floats: the graph has their values."""
+    try:
+        return trace()
+    except TensorifyScalarRestartAnalysis:
+        made = trace()
+        TensorifyState.clear()
+        return made
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

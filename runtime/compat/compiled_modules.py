@@ -10,7 +10,6 @@ import ast
 import contextlib
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
@@ -21,33 +20,8 @@ from torch import nn
 from torch._dynamo.eval_frame import _TorchDynamoContext
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.compat.dynamo import OURS, is_ours
-from autoshard.runtime.compat.frames import never_a_frame
-
-_REPLACED = "_autoshard_replaced"
-
-
-def replace(module: str, name: str, by: Callable[..., Any]) -> None:
-    """Have callers of the function `name` of `module` call `by(original, *args, **kwargs)`.
-
-    name: such as "Class.method". Does nothing where the module is not imported, or has no such
-    function, as in other versions of a library; a function is replaced once. Of these libraries no
-    hook exists that is called before they read the parameters.
-    """
-    owner: Any = sys.modules.get(module)
-    *path, last = name.split(".")
-    for part in path:
-        owner = getattr(owner, part, None)
-    original = getattr(owner, last, None)
-    if original is None or hasattr(original, _REPLACED):
-        return
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return by(original, *args, **kwargs)
-
-    setattr(replaced, _REPLACED, True)
-    setattr(owner, last, replaced)
+from autoshard.runtime.compat.dynamo import OURS, is_ours, replace
+from autoshard.runtime.compat.frames import leave_frame, never_a_frame
 
 
 def parametrized_class(module: nn.Module) -> type[nn.Module] | None:
@@ -273,7 +247,7 @@ def _method(
             return function(model, *args, **kwargs)  # wrapper torch would make a frame
 
         for code in (parts.__code__, *looping):
-            _leave_frame(code)
+            leave_frame(code, "DEFAULT")
         return compile_(MethodType(parts, owner))  # type: ignore[no-any-return]
 
     forward = functools.cache(lambda: compile_(owner._call_impl))  # type: ignore[attr-defined]
@@ -303,13 +277,6 @@ def _has_data(arguments: Any) -> bool:
     leaves = pytree.tree_leaves(arguments)
     leaves += [x for leaf in leaves if isinstance(leaf, Mapping) for x in leaf.values()]
     return any(isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) for x in leaves)
-
-
-def _leave_frame(code: CodeType) -> None:
-    """Have Dynamo leave frames of `code` to eager code, and compile what they call."""
-    frames: Any = torch._dynamo.types
-    strategy = frames.FrameExecStrategy(frames.FrameAction.SKIP, frames.FrameAction.DEFAULT)
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def _models_of_call(

@@ -6,28 +6,27 @@ import enum
 import functools
 import operator
 import re
+import sys
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import replace as changed
 from typing import Any
 
 import torch
-import torch._dynamo.variables.builtin as _builtins
 from torch import nn
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import SetVariable
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from autoshard.runtime.compat.frames import GraphInput, RestartTrace, skips_tensors
+from autoshard.runtime.compat.frames import GraphInput, RestartTrace, name_of, skips_tensors
 
 OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -57,74 +56,83 @@ def trace_as_ours(backend: Callable[..., Any]) -> None:
     stored tensor the attribute `data` is a stored tensor in these, too, and no DTensor.
     """
     setattr(backend, OURS, True)
-    for owner, name, extend in (
-        (VariableBuilder, "wrap_module", _with_rnn),
-        (VariableBuilder, "wrap_tensor", _with_wholes),
-        (TensorVariable, "method_attr_data", _with_stored_data),
-        (SetVariable, "__init__", _with_sorted_names),
-        # since torch 2.13
-        (getattr(_builtins, "SetAttrBuiltinVariable", None), "_call_setattr", _with_leaves),
-        (_builtins.BuiltinVariable, "call_setattr", _with_leaves),
+    variables = "torch._dynamo.variables"
+    replace(f"{variables}.builder", "VariableBuilder.wrap_module", _wrap_module)
+    replace(f"{variables}.builder", "VariableBuilder.wrap_tensor", _wrap_tensor)
+    replace(f"{variables}.tensor", "TensorVariable.method_attr_data", _stored_data)
+    replace(variables, "SetVariable.__init__", _sort_names)
+    for setter in ("SetAttrBuiltinVariable._call_setattr", "BuiltinVariable.call_setattr"):
+        replace(f"{variables}.builtin", setter, _set_attribute)  # the first since torch 2.13
+
+
+_REPLACED = "_autoshard_replaced"
+
+
+def replace(module: str, name: str, by: Callable[..., Any]) -> None:
+    """Have callers of the function `name` of `module` call `by(original, *args, **kwargs)`.
+
+    name: such as "Class.method". Does nothing where the module is not imported, or has no such
+    function, as in other versions of a library; a function is replaced once. Of these libraries no
+    hook exists that is called before they read the parameters.
+    """
+    owner: Any = sys.modules.get(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, last, None)
+    if original is None or hasattr(original, _REPLACED):
+        return
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return by(original, *args, **kwargs)
+
+    setattr(replaced, _REPLACED, True)
+    setattr(owner, last, replaced)
+
+
+def _wrap_module(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    if isinstance(value, nn.RNNBase) and is_ours(self.tx.output.compiler_fn):
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return original(self, value)
+    return original(self, value)
+
+
+def _set_attribute(
+    original: Callable[..., Any], self: Any, tx: Any, obj: Any, name: Any, value: Any
+) -> Any:
+    written = name.is_python_constant() and name.as_python_constant() == "data"
+    if written and obj.is_tensor() and _fake_class(obj) in READ_WHOLE:
+        unimplemented(
+            gb_type="autoshard: p.data = x of a stored parameter",
+            context=str(obj),
+            explanation="Each rank stores its part of x.",
+            hints=["Write p.data.copy_(x), which the graph has."],
+        )
+    if (
+        name.is_python_constant()
+        and name.as_python_constant() == "requires_grad"
+        and obj.is_tensor()
+        and obj.source is None
+        and value.is_python_constant()
+        and value.as_python_constant() is True
+        and is_ours(tx.output.compiler_fn)
     ):
-        found = getattr(owner, name, None)
-        if found is not None and not hasattr(found, OURS):
-            extended = extend(found)
-            setattr(extended, OURS, True)
-            setattr(owner, name, extended)
+        obj.requires_grad = True  # what the traced code reads from now on
+        return value
+    return original(self, tx, obj, name, value)
 
 
-def _with_rnn(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrap_module(self: Any, value: Any) -> Any:
-        if isinstance(value, nn.RNNBase) and is_ours(self.tx.output.compiler_fn):
-            with torch._dynamo.config.patch(allow_rnn=True):
-                return original(self, value)
-        return original(self, value)
-
-    return wrap_module
-
-
-def _with_leaves(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def set_attribute(self: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
-        written = name.is_python_constant() and name.as_python_constant() == "data"
-        if written and obj.is_tensor() and _fake_class(obj) in READ_WHOLE:
-            unimplemented(
-                gb_type="autoshard: p.data = x of a stored parameter",
-                context=str(obj),
-                explanation="Each rank stores its part of x.",
-                hints=["Write p.data.copy_(x), which the graph has."],
-            )
-        if (
-            name.is_python_constant()
-            and name.as_python_constant() == "requires_grad"
-            and obj.is_tensor()
-            and obj.source is None
-            and value.is_python_constant()
-            and value.as_python_constant() is True
-            and is_ours(tx.output.compiler_fn)
-        ):
-            obj.requires_grad = True  # what the traced code reads from now on
-            return value
-        return original(self, tx, obj, name, value)
-
-    return set_attribute
-
-
-def _with_sorted_names(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def init(self: Any, items: Any, **kwargs: Any) -> None:
-        original(self, items, **kwargs)
-        given = type(self).__name__ in _UNORDERED and kwargs.get("source") is not None
-        if not given or not traced_as_ours():
-            return
-        constants = [key.vt for key in self.items if key.vt.is_python_constant()]
-        names = [str(each.as_python_constant()) for each in constants if _is_name(each)]
-        if len(names) == len(self.items):
-            order = sorted(zip(names, self.items), key=operator.itemgetter(0))
-            self.items = {key: self.items[key] for _, key in order}
-
-    return init
+def _sort_names(original: Callable[..., Any], self: Any, items: Any, **kwargs: Any) -> None:
+    original(self, items, **kwargs)
+    given = type(self).__name__ in _UNORDERED and kwargs.get("source") is not None
+    if not given or not traced_as_ours():
+        return
+    constants = [key.vt for key in self.items if key.vt.is_python_constant()]
+    names = [str(each.as_python_constant()) for each in constants if _is_name(each)]
+    if len(names) == len(self.items):
+        order = sorted(zip(names, self.items), key=operator.itemgetter(0))
+        self.items = {key: self.items[key] for _, key in order}
 
 
 _UNORDERED = ("SetVariable", "FrozensetVariable")
@@ -141,35 +149,29 @@ ONLY_IN_OURS: set[type] = set()
 """Classes of tensors that graphs of other backends do not take."""
 
 
-def _with_wholes(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrap_tensor(self: Any, value: Any) -> Any:
-        read, output = READ_WHOLE.get(type(value)), self.tx.output
-        if read is None and type(value) not in ONLY_IN_OURS:
+def _wrap_tensor(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    read, output = READ_WHOLE.get(type(value)), self.tx.output
+    if read is None and type(value) not in ONLY_IN_OURS:
+        return original(self, value)
+    if not is_ours(output.compiler_fn):
+        if read is None or not value.is_leaf:  # whose fake would be a DTensor
+            unimplemented(
+                gb_type="autoshard: what eager code made of a stored parameter",
+                context=f"{type(value).__name__} of shape {tuple(value.shape)}",
+                explanation="Writes and gradients go to the parameter by way of eager code.",
+                hints=["Hand over the parameter, under no_grad, and make the value of it there."],
+            )
+        with torch._dynamo.config.patch(_STATIC):
             return original(self, value)
-        if not is_ours(output.compiler_fn):
-            if read is None or not value.is_leaf:  # whose fake would be a DTensor
-                unimplemented(
-                    gb_type="autoshard: what eager code made of a stored parameter",
-                    context=f"{type(value).__name__} of shape {tuple(value.shape)}",
-                    explanation="Writes and gradients go to the parameter by way of eager code.",
-                    hints=[
-                        "Hand over the parameter, under no_grad, and make the value of it there."
-                    ],
-                )
-            with torch._dynamo.config.patch(_STATIC):
-                return original(self, value)
-        found = original(self, value)
-        held = getattr(getattr(self.source, "base", None), "member", None) == "_parameters"
-        if read is None or held:
-            return found  # of `_parameters`: `access` reads it itself
-        wholes = output.__dict__.setdefault("_autoshard_wholes", {})
-        if self.source not in wholes:
-            proxy = output.create_proxy("call_function", read, (found.as_proxy(),), {})
-            wholes[self.source] = wrap_fx_proxy(self.tx, proxy)
-        return wholes[self.source]
-
-    return wrap_tensor
+    found = original(self, value)
+    held = getattr(getattr(self.source, "base", None), "member", None) == "_parameters"
+    if read is None or held:
+        return found  # of `_parameters`: `access` reads it itself
+    wholes = output.__dict__.setdefault("_autoshard_wholes", {})
+    if self.source not in wholes:
+        proxy = output.create_proxy("call_function", read, (found.as_proxy(),), {})
+        wholes[self.source] = wrap_fx_proxy(self.tx, proxy)
+    return wholes[self.source]
 
 
 _STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -183,14 +185,10 @@ def at_first_call() -> AbstractContextManager[None]:
     return found
 
 
-def _with_stored_data(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method_attr_data(self: Any, tx: Any) -> Any:
-        if _fake_class(self) in READ_WHOLE:
-            return self.call_method(tx, "detach", [], {})
-        return original(self, tx)
-
-    return method_attr_data
+def _stored_data(original: Callable[..., Any], self: Any, tx: Any) -> Any:
+    if _fake_class(self) in READ_WHOLE:
+        return self.call_method(tx, "detach", [], {})
+    return original(self, tx)
 
 
 def _fake_class(variable: Any) -> type:
@@ -244,14 +242,14 @@ def store_in_trace(
         stands = stands and read is not None
         if read:
             module = guard.originating_source.base.base  # what has the dict that it is in
-            readers[_name(module)] = module
+            readers[name_of(module)] = module
         compared = _chain(guard.originating_source) + _chain(_other(guard))
         for of in filter(None, map(_of_class, compared)):
             if isinstance(module := _said(of, scope), nn.Module):
                 classes.setdefault(of, ([], type(module)))[0].append(guard)
             stands = stands and not isinstance(module, _Unsaid)
     moved: Mapping[Any, nn.Parameter] = store()
-    now = [i if i.real is None else replace(i, real=moved.get(i.real, i.real)) for i in inputs]
+    now = [i if i.real is None else changed(i, real=moved.get(i.real, i.real)) for i in inputs]
     reading = [_said(name, scope) for name in readers]  # in `no_sync` not as their class has it
     replaced = {of for of, (_, cls) in classes.items() if type(_said(of, scope)) is not cls}
     if (
@@ -306,7 +304,7 @@ def _other(guard: Guard) -> Any:
 def _of_class(source: Any) -> str:
     """What a source is the class of, as an expression; "": it is of none."""
     is_one = isinstance(source, TypeSource) or getattr(source, "member", "") == "__class__"
-    return _name(source.base) if is_one else ""
+    return name_of(source.base) if is_one else ""
 
 
 def _of_extended(source: Any, replaced: Container[str]) -> Any:
@@ -314,13 +312,11 @@ def _of_extended(source: Any, replaced: Container[str]) -> Any:
     base = getattr(source, "base", None)
     if base is None:
         return source
-    made, at = replace(source, base=_of_extended(base, replaced)), _of_class(source) in replaced
+    made, at = (
+        changed(source, base=_of_extended(base, replaced)),
+        _of_class(source) in replaced,
+    )
     return AttrSource(AttrSource(made, "_autoshard"), "cls") if at else made
-
-
-def _name(source: Any) -> str:
-    name = getattr(source, "name", "")
-    return name() if callable(name) else name  # a property since 2.12
 
 
 def _is_read(guard: Guard, sources: Container[str]) -> bool | None:
@@ -328,7 +324,7 @@ def _is_read(guard: Guard, sources: Container[str]) -> bool | None:
     as another module; None: it says something else of one."""
     said: Mapping[str, Any] = getattr(guard.create_fn, "keywords", {})
     owner = _PARAMETER.search(guard.name)
-    if _name(_other(guard)) in sources:
+    if name_of(_other(guard)) in sources:
         return True if owner and owner[0] == guard.name else None
     if owner and owner[0] in sources:
         alike = guard.create_fn_name() == "TENSOR_MATCH" and owner[0] == guard.name

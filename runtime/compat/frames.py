@@ -110,7 +110,6 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
         # The only link from a placeholder to the user's object: Dynamo's own record of it.
         record = node.meta.get("grapharg")
         source = getattr(record, "source", None)
-        printed = getattr(source, "name", node.name)
         example = getattr(record, "example", None)
         path, key = _source_path(source)
         # Dynamo guards on what it reached through a module as such, wherever that came from
@@ -118,7 +117,7 @@ def graph_inputs(gm: fx.GraphModule) -> list[GraphInput]:
         model = _model_in_the_frame(path) if of_model else 0
         found.append(
             GraphInput(
-                source=printed() if callable(printed) else printed,  # a property since 2.12
+                source=name_of(source) or node.name,
                 name=".".join(path[model:]) or node.name,
                 key=key,
                 of_model=of_model,
@@ -167,6 +166,12 @@ def _source_path(source: Any) -> tuple[tuple[str, ...], str]:
     if getattr(base, "member", None) in _CONTAINERS:
         path = path[:-1]
     return (*path, str(index)), index if isinstance(index, str) else key
+
+
+def name_of(source: Any) -> str:
+    """The expression by which Dynamo finds a value; "" without a source."""
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name  # a property since 2.12
 
 
 def specialize_floats(gm: fx.GraphModule) -> None:
@@ -228,12 +233,16 @@ def never_a_frame(fn: F) -> F:
     code, compile it, and plan the parameters it reads. torch.compiler.disable would break the
     graphs that inline `fn`; the strategy concerns frames that start to execute only.
     """
-    frames: Any = torch._dynamo.types
-    skip = frames.FrameAction.SKIP
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(
-        fn.__code__, frames.FrameExecStrategy(skip, skip)
-    )
+    leave_frame(fn.__code__, "SKIP")
     return fn
+
+
+def leave_frame(code: CodeType, inside: str) -> None:
+    """Have Dynamo leave frames of `code` to eager code. inside: its action on what they call."""
+    frames: Any = torch._dynamo.types
+    actions = frames.FrameAction.SKIP, getattr(frames.FrameAction, inside)
+    strategy = frames.FrameExecStrategy(*actions)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(code, strategy)
 
 
 _SAYS_SO = "_compile_session_context" in vars(torch.compiler)

@@ -251,7 +251,7 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
     if short is None:
         return {}
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.pattern_matcher import stable_topological_sort
 
     grow = short.grow
@@ -272,11 +272,18 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
                 each(graph)
 
         def uuid(self) -> Any:
-            keys = [each.uuid() for each in self.passes if isinstance(each, CustomGraphPass)]
-            known = len(keys) == len(self.passes) and None not in keys
-            return (get_hash_for_files((__file__,)), *keys) if known else None
+            return _joint_key(self.passes)
 
     return {name: Grow(name) for name in ("joint_custom_pre_pass", "joint_custom_post_pass")}
+
+
+def _joint_key(theirs: Sequence[Any], *files: str) -> Any:
+    """A key for Inductor's cache of what this file does, and the passes set there; None: one of
+    them has none."""
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    keys = [each.uuid() if hasattr(each, "uuid") else None for each in theirs]
+    return None if None in keys else (get_hash_for_files((__file__, *files)), *keys)
 
 
 def _draws(node: fx.Node) -> bool:
@@ -289,12 +296,12 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
     `after` it."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     theirs: Any = config.custom_partitioner_fn
     hosted = any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes)
 
-    ours = get_hash_for_files((__file__,))
+    key = _joint_key(() if theirs is None else (theirs,))
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
@@ -308,10 +315,10 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
             return forward, backward
 
         def uuid(self) -> Any:
-            return ours if theirs is None else theirs.uuid() and (ours, theirs.uuid())
+            return key
 
         def __reduce__(self) -> Any:  # AOTAutograd's cache is keyed by what is pickled of it
-            return tuple, ((ours, theirs),)
+            return tuple, ((key, theirs),)
 
     return {"custom_partitioner_fn": Partitioner()}
 
@@ -334,7 +341,7 @@ def keep_order(order: Order | None) -> Any:
     Only a class with a `uuid` lets Inductor cache what it compiles.
     """
     from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     theirs: Any = config.post_grad_custom_post_pass
     if order is None:
@@ -351,10 +358,6 @@ def keep_order(order: Order | None) -> Any:
             preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
 
         def uuid(self) -> Any:
-            ours = get_hash_for_files((__file__, chosen.__code__.co_filename))
-            if theirs is None:
-                return ours
-            other = theirs.uuid() if isinstance(theirs, CustomGraphPass) else None
-            return other and (ours, other)
+            return _joint_key(() if theirs is None else (theirs,), chosen.__code__.co_filename)
 
     return KeepOrder()

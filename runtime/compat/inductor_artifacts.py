@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from uuid import uuid4
 
 import torch
@@ -111,12 +112,8 @@ def without_headers() -> Iterator[None]:
     compiled all the same."""
     from torch._inductor import codecache
 
-    known = codecache._precompile_header
-    codecache._precompile_header = lambda *_, **__: ""  # type: ignore[assignment]
-    try:
+    with mock.patch.object(codecache, "_precompile_header", lambda *_, **__: ""):
         yield
-    finally:
-        codecache._precompile_header = known
 
 
 def may_be_handed_on() -> bool:

@@ -15,10 +15,8 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import TensorifyState
 
-from autoshard.runtime.compat.aot import AfterCut, Finish, to_be_read
+from autoshard.runtime.compat.aot import AfterCut, Finish, to_be_read, twice
 from autoshard.runtime.compat.inductor import (
     Order,
     add_decompositions,
@@ -82,12 +80,7 @@ def inductor_step(
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user gets Inductor's warnings where it compiles
         try:
-            return _generated(gm, fakes, cut, finish, order)
-        except TensorifyScalarRestartAnalysis:
-            # asks Dynamo, once, not to make inputs of Python floats; the graph has their values
-            made = _generated(gm, fakes, cut, finish, order)
-            TensorifyState.clear()
-            return made
+            return twice(lambda: _generated(gm, fakes, cut, finish, order))
         except _Unavailable as error:
             reason = str(error)
     warnings.warn(

@@ -112,13 +112,6 @@ __all__ = [
     "FunctionalTensorMode",
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
-    "same_storage",
-    "size_at",
-    "size_expression",
-    "size_hint",
-    "size_symbols",
-    "symbol_places",
-    "unknown_size",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from typing import Any
@@ -202,18 +203,15 @@ def probe_compilers() -> None:
 
 
 def _exists(name: str) -> bool:
-    parts = name.split(".")
     found: Any = torch
-    for number, part in enumerate(parts[1:], 2):
+    path, *parts = name.split(".")
+    for part in parts:
+        path = f"{path}.{part}"
         if not hasattr(found, part):
-            try:
-                importlib.import_module(".".join(parts[:number]))
-            except ImportError:
-                return False
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
-    return True
+            with contextlib.suppress(ImportError):
+                importlib.import_module(path)
+        found = getattr(found, part, None)
+    return found is not None
 
 
 # At import, and the first module that the folder's door imports: the other files would fail with
