@@ -95,7 +95,7 @@ def check_known(default: Any, entries: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def transformers_errors(what: str, remedy: str | None = None) -> Iterator[None]:
+def transformers_errors(what: str) -> Iterator[None]:
     """A block in which transformers works on what it was given: its errors are ConfigErrors."""
     try:
         yield
@@ -105,7 +105,7 @@ def transformers_errors(what: str, remedy: str | None = None) -> Iterator[None]:
         said = " ".join(str(error).split())
         said = said if len(said) < 600 else said[:600] + " ..."
         text = f"{what}: {type(error).__name__}: {said.rstrip('.')}"
-        raise ConfigError(text, remedy=remedy) from error
+        raise ConfigError(text) from error
 
 
 @contextlib.contextmanager

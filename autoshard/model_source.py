@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import operator
 import os
 import sys
 import traceback
@@ -129,9 +130,7 @@ def callable_named(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(message(f"{name!r} cannot be found: {error}")) from error
     except Exception as error:  # of the module itself

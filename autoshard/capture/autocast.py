@@ -339,11 +339,9 @@ def _on(device: str, args: Any, kwargs: Any) -> bool:
 def _with_dtype(func: OpOverload, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The call with `dtype=float32`, unless it has a dtype."""
     names = [argument.name for argument in func._schema.arguments]
-    if kwargs.get("dtype") is not None:
-        return args, kwargs
     position = names.index("dtype")
+    if {**dict(zip(names, args)), **kwargs}.get("dtype") is not None:
+        return args, kwargs
     if position < len(args):
-        if args[position] is not None:
-            return args, kwargs
         return (*args[:position], torch.float32, *args[position + 1 :]), kwargs
     return args, {**kwargs, "dtype": torch.float32}

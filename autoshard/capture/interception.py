@@ -8,7 +8,7 @@ that view(%x, [10007 * 512, 64]) is view(%x, [2 * 512, 64]) for two samples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,14 +23,16 @@ from autoshard.runtime.errors import ConfigError
 
 def device_type(inputs: Sequence[GraphInput]) -> str:
     """The device the model lives on; a model on "meta" is planned for the default device."""
-    devices = {i.real.device.type for i in inputs if isinstance(i.real, torch.Tensor)} - {"meta"}
-    return "cuda" if "cuda" in devices else "cpu"
+    return _device(item.real for item in inputs)
 
 
 def example_device(model: nn.Module, example: Any) -> str:
     """The device a model will live on: its own, or that of the example where it is on meta."""
-    tensors = [*model.parameters(), *pytree.tree_leaves(example)]
-    kinds = {t.device.type for t in tensors if isinstance(t, torch.Tensor)}
+    return _device([*model.parameters(), *pytree.tree_leaves(example)])
+
+
+def _device(values: Iterable[Any]) -> str:
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     return "cuda" if "cuda" in kinds else "cpu"
 
 

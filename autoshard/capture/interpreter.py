@@ -7,6 +7,7 @@ state, no nodes), checkpointed regions (inlined and tagged) and opaque higher-or
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -73,10 +74,7 @@ class Extra(NamedTuple):
 
 def subgraph(gm: torch.nn.Module, node: fx.Node) -> fx.GraphModule:
     """The GraphModule that a get_attr node names."""
-    found: Any = gm
-    for atom in str(node.target).split("."):
-        found = getattr(found, atom)
-    return found  # type: ignore[no-any-return]
+    return operator.attrgetter(str(node.target))(gm)  # type: ignore[no-any-return]
 
 
 def execution(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
@@ -102,15 +100,10 @@ def extras(gm: fx.GraphModule) -> list[Extra]:
                 found.append(Extra(value, str(node.target).replace(".", "_")))
         elif node.target is torch.tensor and not node.all_input_nodes and not is_scalar(node.args):
             found.append(Extra(torch.tensor(*node.args, **node.kwargs), node.name))
-        elif is_opaque(node):
+        elif isinstance(node.target, HigherOrderOperator) and not is_inlined(node):
             values, _ = _opaque_values(node)
             found += [Extra(value, None) for value in values]
     return found
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Whether a node is a higher-order operator that stays whole."""
-    return isinstance(node.target, HigherOrderOperator) and not is_inlined(node)
 
 
 def is_scalar(args: Any) -> bool:
@@ -249,7 +242,8 @@ class TraceState:
 
         Looking applies pending writes to views, whose nodes must not carry the tags.
         """
-        operands = [x for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_traced(x)]
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        operands = [x for x in leaves if isinstance(x, FunctionalTensor)]
         self._look(operands)
         meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
         before = dict(meta)
@@ -306,10 +300,6 @@ class TraceState:
         self.hops.append(Hop(self.node, operands, spec, self._position, len(values), meta))
         found = [self.next_extra() for _ in values]
         return tuple(found) if is_tuple else found[0]
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, FunctionalTensor)
 
 
 def unwrap(value: Any) -> Any:

@@ -137,7 +137,9 @@ class Rebuild:
     def _extra(self, index: int) -> fx.Node:
         item = self.extra[index]
         if item.constant is None:
-            return self._hop_value(index)
+            if index not in self.hop_values:  # all values of an opaque node are made at once
+                self._hop(self.hops[index])
+            return self.hop_values[index]
         name = self._attribute(item.constant, item.value)
         new = self.graph.get_attr(name)
         traced = self.placeholders[index + len(self.inputs)]
@@ -239,13 +241,6 @@ class Rebuild:
         if operand not in self.detached:
             self.detached[operand] = self._derived(user, aten.detach.default, (operand,), {})
         return self.detached[operand]
-
-    def _hop_value(self, index: int) -> fx.Node:
-        """A value of an opaque node; all its values are made when the first is needed."""
-        hop = self.hops[index]
-        if index not in self.hop_values:
-            self._hop(hop)
-        return self.hop_values[index]
 
     def _hop(self, hop: Hop) -> None:
         operands: list[Any] = []

@@ -107,7 +107,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if bucket is None:
             continue
         pieces: Any = bucket.args[0]
-        if earlier is not None and all(n.op == "placeholder" for n in _behind(pieces)):
+        if earlier is not None and all(_unshaped(n).op == "placeholder" for n in pieces):
             found.setdefault(bucket, []).append(earlier)
         for piece in pieces:
             product = after[position[piece]]
@@ -129,20 +129,15 @@ def _waits(start: fx.Node) -> list[fx.Node]:
 
 def _bucket(start: fx.Node) -> fx.Node | None:
     """The concatenation that a collective moves."""
-    source: Any = start.args[0]
-    while isinstance(source, fx.Node) and packet(source) in RESHAPES:
-        source = source.args[0]
+    source = _unshaped(start.args[0])
     return source if isinstance(source, fx.Node) and source.target is aten.cat.default else None
 
 
-def _behind(nodes: Any) -> list[fx.Node]:
-    """The nodes that `nodes` are views of."""
-    found = []
-    for node in nodes:
-        while packet(node) in RESHAPES:
-            node = node.args[0]
-        found.append(node)
-    return found
+def _unshaped(node: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(node, fx.Node) and packet(node) in RESHAPES:
+        node = node.args[0]
+    return node
 
 
 _UNKNOWN = (*EXCHANGES, *FUSED_PRODUCTS, CHUNKED_LOSS)

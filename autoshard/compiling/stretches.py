@@ -176,9 +176,7 @@ def label(node: fx.Node, name: Callable[[fx.Node], Any] = lambda node: "") -> st
     shown = fx.node.map_arg((node.args, dict(node.kwargs)), named)
     target = node.target
     if node.op == "get_attr":
-        value: Any = node.graph.owning_module
-        for attribute in str(target).split("."):
-            value = getattr(value, attribute)
+        value = operator.attrgetter(str(target))(node.graph.owning_module)
         target = value.code if isinstance(value, fx.GraphModule) else target
     return f"{target} {shown} {described(node.meta.get('val'), where=False)}"
 
