@@ -55,42 +55,32 @@ def shard(
         config = Config.from_options(options)
         wait_at_most(config.timeout)
         given = None if config.mesh is None else init_mesh(config.mesh, device)
-        if (world if given is None else given.size) > 1:
-            _shard(model, args, kwargs, given, config, device)
+        if (world if given is None else given.size) == 1:
+            return model
+        note_attributes(model)
+        batch = pytree.tree_leaves((args, kwargs))
+        if any(p.is_meta for p in model.parameters()):
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
+            )
+        use = use_by(config, given)
+        if use.param is not None:
+            cast_parameters(list(model.parameters()), use)
+
+        def plan(
+            gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
+        ) -> tuple[dict[nn.Parameter, tuple[State, str]], Mesh]:
+            choice = choose(gm, example_inputs, inputs, config, device, batch)
+            mesh = init_mesh(choice.mesh, device)
+            facts = agreed_facts(inputs, mesh.sharing, config)
+            program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
+            return unplanned_parameters(inputs, program), mesh
+
+        planned, mesh = intercept(model, args, kwargs, plan)
+        if planned:
+            store(planned, mesh, config)
+        initialise_buffers(model, device)
     return model
-
-
-def _shard(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    given: Mesh | None,
-    config: Config,
-    device: str,
-) -> None:
-    note_attributes(model)
-    batch = pytree.tree_leaves((args, kwargs))
-    if any(p.is_meta for p in model.parameters()):
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to("meta"), (args, dict(kwargs or {}))
-        )
-    use = use_by(config, given)
-    if use.param is not None:
-        cast_parameters(list(model.parameters()), use)
-
-    def plan(
-        gm: fx.GraphModule, example_inputs: Sequence[Any], inputs: list[compat.GraphInput]
-    ) -> tuple[dict[nn.Parameter, tuple[State, str]], Mesh]:
-        choice = choose(gm, example_inputs, inputs, config, device, batch)
-        mesh = init_mesh(choice.mesh, device)
-        facts = agreed_facts(inputs, mesh.sharing, config)
-        program = build_agreed(gm, example_inputs, inputs, mesh, config, device, facts)
-        return unplanned_parameters(inputs, program), mesh
-
-    planned, mesh = intercept(model, args, kwargs, plan)
-    if planned:
-        store(planned, mesh, config)
-    initialise_buffers(model, device)
 
 
 def reshard(

@@ -40,7 +40,7 @@ class ExpandGroupedHeads(Pass, optional=True):
         for node in gm.graph.find_nodes(op="call_function", target=attention):
             if not node.kwargs.get("enable_gqa"):
                 continue
-            query, key, value = (_heads(arg) for arg in node.args[:3])
+            query, key, value = (arg.meta["val"].shape[-3] for arg in node.args[:3])
             n = ctx.axis.size
             if not all(isinstance(heads, int) for heads in (query, key, value)):
                 report.skip(node, f"heads {query}, {key}, {value} are symbolic")
@@ -70,7 +70,3 @@ class ExpandGroupedHeads(Pass, optional=True):
         sizes[dim] = heads
         wide = make(aten.expand.default, make(aten.unsqueeze.default, source, dim + 1), widths)
         return make(aten.reshape.default, wide, sizes)
-
-
-def _heads(node: Any) -> Any:
-    return node.meta["val"].shape[-3]

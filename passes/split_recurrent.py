@@ -15,7 +15,6 @@ Not done: packed sequences (the `.data` overloads) and LSTMs with projections.
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -39,43 +38,27 @@ class SplitRecurrent(Pass):
                 continue
             states = list(hx) if node.target is aten.lstm.input else [hx]
             each = len(weights) // layers
-            if each != (2 if both else 1) * (4 if biases else 2):
+            directions = 2 if both else 1
+            if each != directions * (4 if biases else 2):
                 report.skip(node, f"{len(weights)} weights of {layers} layers: it has projections")
                 continue
+            call = maker(node, self.name)
+            ends: list[list[fx.Node]] = []  # the states that each layer ends with
             with gm.graph.inserting_before(node):
-                whole = _layers(
-                    node,
-                    x,
-                    states,
-                    [weights[i : i + each] for i in range(0, len(weights), each)],
-                    (biases, p, both, batch_first),
-                )
+                for i in range(layers):
+                    if i:
+                        x = call(aten.dropout.default, x, p, True)
+                    rows = i * directions, (i + 1) * directions
+                    hx = [call(aten.slice.Tensor, state, 0, *rows) for state in states]
+                    own = weights[i * each : (i + 1) * each]
+                    begin = hx if len(hx) > 1 else hx[0]
+                    options = (biases, 1, 0.0, True, both, batch_first)
+                    layer = call(node.target, x, begin, own, *options)
+                    x, *after = [call(operator.getitem, layer, k) for k in range(1 + len(states))]
+                    ends.append(after)
+                whole = [x, *(call(aten.cat.default, list(parts)) for parts in zip(*ends))]
             for user in list(node.users):
                 assert user.target is operator.getitem
                 replace(user, whole[user.args[1]])
             gm.graph.erase_node(node)
             report.hits += 1
-
-
-def _layers(
-    node: fx.Node,
-    x: fx.Node,
-    states: list[fx.Node],
-    weights: list[list[fx.Node]],
-    settings: tuple[bool, float, bool, bool],
-) -> list[fx.Node]:
-    """The result of each layer after another: its output, then the states of all layers."""
-    biases, p, both, batch_first = settings
-    directions = 2 if both else 1
-    call = maker(node, SplitRecurrent.name)
-    found: list[list[fx.Node]] = []
-    for i, own in enumerate(weights):
-        if i:
-            x = call(aten.dropout.default, x, p, True)
-        rows = i * directions, (i + 1) * directions
-        hx = [call(aten.slice.Tensor, state, 0, *rows) for state in states]
-        given: Any = hx if len(hx) > 1 else hx[0]
-        layer = call(node.target, x, given, own, biases, 1, 0.0, True, both, batch_first)
-        x, *after = [call(operator.getitem, layer, k) for k in range(1 + len(states))]
-        found.append(after)
-    return [x, *(call(aten.cat.default, list(parts)) for parts in zip(*found))]

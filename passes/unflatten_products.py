@@ -59,33 +59,21 @@ class UnflattenProducts(Pass, optional=True):
             if bias and bias[0].meta["val"].shape != node.meta["val"].shape[-1:]:
                 report.skip(node, "what it adds is no vector of the features")
                 continue
-            self._unflatten(node, users, sizes, flat, weight, bias)
+            made = maker(node, self.name)
+            source, features = flat.args[0], flat.meta["val"].shape[-1]
+            with gm.graph.inserting_before(users[0]):
+                if not _is_of(source.meta["val"].shape, users[0].meta["val"].shape, features):
+                    source = made(aten.reshape.default, source, [*sizes, features])
+                if node.target is aten.linear.default:
+                    new = made(aten.linear.default, source, weight, *bias)
+                else:
+                    new = made(aten.matmul.default, source, weight)
+                    if bias:
+                        new = made(aten.add.Tensor, new, *bias)
+            for user in users:
+                user.replace_all_uses_with(new)
             report.hits += 1
         gm.graph.eliminate_dead_code()
-
-    def _unflatten(
-        self,
-        node: fx.Node,
-        users: list[fx.Node],
-        sizes: list[Any],
-        flat: fx.Node,
-        weight: fx.Node,
-        bias: list[fx.Node],
-    ) -> None:
-        made = maker(node, self.name)
-        source: fx.Node = flat.args[0]  # type: ignore[assignment]
-        features = flat.meta["val"].shape[-1]
-        with node.graph.inserting_before(users[0]):
-            if not _is_of(source.meta["val"].shape, users[0].meta["val"].shape, features):
-                source = made(aten.reshape.default, source, [*sizes, features])
-            if node.target is aten.linear.default:
-                new = made(aten.linear.default, source, weight, *bias)
-            else:
-                new = made(aten.matmul.default, source, weight)
-                if bias:
-                    new = made(aten.add.Tensor, new, *bias)
-        for user in users:
-            user.replace_all_uses_with(new)
 
 
 def _sequences(users: list[fx.Node], features: Any) -> list[Any] | None:
