@@ -72,6 +72,7 @@ CACHES = {
     "runtime/compat/dynamo.py READ_WHOLE": "the class",
     "runtime/compat/inductor.py DECOMPOSITIONS": "the operator",
     "runtime/compat/inductor_memory.py ON_HOST": "the operator",
+    "runtime/randomness/philox.py DRAWING": "the operator's name",
 }
 
 _REMEMBER = {"cache", "lru_cache", "once_a_world"}
