@@ -44,7 +44,7 @@ from torch import fx
 from autoshard.passes.base import Context, Pass, Report, maker, user_line
 from autoshard.passes.lib.index_functions import IndexFunctions, NotIndexed, input_name
 from autoshard.passes.lib.index_values import Affine, Value, affine
-from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Ranges, proven
+from autoshard.passes.lib.mask_meaning import CAUSAL, DENSE, EVERYTHING, Dense, Ranges, proven
 from autoshard.planning import Size, inputs_of, same
 from autoshard.runtime.graph_meta import ATTENTION_MASKS, DIFF, FACTS
 from autoshard.runtime.masked_attention import MASKED_ATTENTION, WIDEST_HEAD
@@ -185,6 +185,8 @@ class _Masks:
             found = proven(functions.of(mask), mask.meta["val"], functions)
         except NotIndexed as unknown:
             return MaskFound(DENSE, str(unknown), user_line(unknown.node) or line), None
+        except Dense as reason:
+            return MaskFound(DENSE, str(reason), line), None
         return MaskFound(found.meaning, found.reason, line), found.ranges
 
 

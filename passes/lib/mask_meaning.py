@@ -52,21 +52,15 @@ class Meaning(NamedTuple):
     ranges: Ranges | None = None
 
 
-class _Dense(Exception):
-    """The text says why nothing else is proven."""
+class Dense(Exception):
+    """Nothing is proven of a mask; the text says why."""
 
 
 def proven(value: Value, mask: torch.Tensor, functions: IndexFunctions) -> Meaning:
     """The meaning of a mask with these values; of `mask`, the shape and the dtype count.
 
-    functions: of the graph, which know where unknown values come from. Raises NotIndexed."""
-    try:
-        return _proven(value, mask, functions)
-    except _Dense as reason:
-        return Meaning(DENSE, str(reason))
-
-
-def _proven(value: Value, mask: torch.Tensor, functions: IndexFunctions) -> Meaning:
+    functions: of the graph, which know where unknown values come from. Raises NotIndexed, and Dense
+    where nothing is proven."""
     shuts = [False] if mask.dtype == torch.bool else [torch.finfo(mask.dtype).min, -torch.inf]
     opens = mask.dtype == torch.bool  # True, or 0.0
     if isinstance(value, Elements):
@@ -74,23 +68,23 @@ def _proven(value: Value, mask: torch.Tensor, functions: IndexFunctions) -> Mean
     if isinstance(value, Affine):
         if value.constant and value.offset == opens:
             return Meaning(EVERYTHING, "it hides nothing")
-        raise _Dense(f"every entry is {value.offset}")
+        raise Dense(f"every entry is {value.offset}")
     if value.no == opens:
         value = flipped(value)
     if value.yes != opens or value.no not in shuts:
-        raise _Dense(f"its entries are {value.yes} and {value.no}")
+        raise Dense(f"its entries are {value.yes} and {value.no}")
     if mask.dim() < 2 or not same(mask.shape[-1], mask.shape[-2]):
-        raise _Dense(f"its last dims are {' x '.join(map(str, mask.shape[-2:]))}, not equal")
+        raise Dense(f"its last dims are {' x '.join(map(str, mask.shape[-2:]))}, not equal")
     size = mask.shape[-1]
     documents, inside = _documents(value.conditions, mask, functions)
     visible = _visible(value.conditions, mask, functions)
     if visible is not None and not opens and value.no != -torch.inf:
-        raise _Dense("a query that sees no key would attend to all alike")
+        raise Dense("a query that sees no key would attend to all alike")
     conditions = [c for c in value.conditions if isinstance(c, Condition)] + inside
     window: int | None = None
     for condition in conditions:
         if any(condition.left.slopes[:-2]):
-            raise _Dense("it differs by head or by sequence")
+            raise Dense("it differs by head or by sequence")
         if not _on_past(condition, size):
             reach = _reach(condition)
             window = reach if window is None else min(reach, window)
@@ -99,11 +93,11 @@ def _proven(value: Value, mask: torch.Tensor, functions: IndexFunctions) -> Mean
         if all(_everywhere(condition, size) for condition in conditions):
             return Meaning(EVERYTHING, "it hides nothing")
     if not causal and window is None:
-        raise _Dense("it hides some of the keys after each query's own")
+        raise Dense("it hides some of the keys after each query's own")
     if window is not None:
         told = _of_window(window, size)
         if not causal or window < 1:
-            raise _Dense(told)
+            raise Dense(told)
     ranges = Ranges(window, documents, visible)
     if ranges == Ranges():
         return Meaning(CAUSAL, "it lets through the keys up to each query's own")
@@ -143,7 +137,7 @@ def _documents(
             raise functions.unknown[one.more.source]
         found, batch = one.more.source, one.more.index[:-1]
         if not _in_order(found):
-            raise _Dense(f"{_sources(found)}: not known to put documents one after the other")
+            raise Dense(f"{_sources(found)}: not known to put documents one after the other")
     positions = None if found is None else _counted(found, functions)
     for one in unequal:
         alike = one.more.index[:-1] == one.less.index[:-1] == batch
@@ -271,5 +265,5 @@ def _reach(condition: Condition) -> int:
     """How many keys a window lets through, a query's own among them."""
     at, query, key = _parts(condition)
     if condition.equal or key <= 0 or query != -key:
-        raise _Dense("it hides keys before a query's own")
+        raise Dense("it hides keys before a query's own")
     return int(at // key) + 1
