@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,27 +31,9 @@ class ValueMeta(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-class Channel(Protocol):
-    """The transfers of one rank; messages between two ranks in one direction, forward or back,
-    arrive in the order of sending."""
-
-    device: torch.device
-
-    def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
-        """Send without waiting. back: gradients."""
-        ...
-
-    def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
-        """Wait for values that a stage sends."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was sent is gone."""
-        ...
-
-
 class GroupChannel:
-    """A channel over process groups: one for each direction.
+    """The transfers of one rank over process groups, one for each direction; messages between two
+    ranks in one direction, forward or back, arrive in the order of sending.
 
     With one for both, a device that waits in a group's queue for what its neighbour sends would
     keep back what the neighbour waits for. So what goes around, from the last rank to the first,
@@ -77,7 +59,7 @@ class GroupChannel:
         self.sent_bytes = 0
 
     def send(self, to: int, values: Sequence[torch.Tensor], back: bool) -> None:
-        """See `Channel`."""
+        """Send without waiting. back: gradients."""
         self._free_sent()
         for value in values:
             value = value.contiguous()
@@ -86,7 +68,7 @@ class GroupChannel:
             self.under_way.append((work, value))
 
     def receive(self, source: int, metas: Sequence[ValueMeta], back: bool) -> list[torch.Tensor]:
-        """See `Channel`."""
+        """Wait for values that a stage sends."""
         found = [meta.empty(self.device) for meta in metas]
         group = self._group(source, self.rank, back)
         try:
@@ -101,7 +83,7 @@ class GroupChannel:
         return found
 
     def finish(self) -> None:
-        """See `Channel`."""
+        """Wait until all that was sent is gone."""
         for work, _ in self.under_way:
             self._wait(work)
         self.under_way.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,15 @@ from autoshard.runtime.collectives import (
 )
 from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.lazy_parts import FetchedWhole
-from autoshard.runtime.pipeline.channel import Channel, ValueMeta
+from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action, forwards
 from autoshard.runtime.pipeline.stage import StageProgram, StageRun
 from autoshard.runtime.pipeline.step import Withheld
 
 Outputs = dict[int, Any]
 """By their position among those of the model."""
+
+Gradients = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class RankPipeline:
         return any(each.graded for each in self.results)
 
     def train(
-        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
-    ) -> PipelineStep:
-        """The whole schedule: the loss, its gradients, and the other outputs."""
+        self, channel: GroupChannel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> tuple[torch.Tensor, Gradients, Outputs]:
+        """The whole schedule: the loss, its gradients by what this rank stores of each of the
+        graph's parameters, and the other outputs."""
         runs = self._runs(channel, parameters, inputs, True)
         self._act(self.actions, runs, channel)
         gradients = self._gradients(channel, parameters, runs)
@@ -118,37 +121,30 @@ class RankPipeline:
             for each in self.results
             if each is not result
         }
-        return PipelineStep(loss, gradients, others)
+        return loss, gradients, others
 
     def forwards(
-        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
-    ) -> PendingBackward:
-        """The forwards of a schedule whose backwards await the gradients of outputs."""
+        self, channel: GroupChannel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+    ) -> tuple[Outputs, Callable[[Mapping[int, torch.Tensor]], Gradients]]:
+        """The forwards of a schedule whose backwards await the gradients of outputs, and the rest
+        of it: of the gradients of whole outputs, the same on every rank, by their position, those
+        by what this rank stores of each parameter."""
         runs = self._runs(channel, parameters, inputs, True)
-        actions = [action for action in self.actions if action.work == "F"]
-        self._act(actions, runs, channel)
+        self._act([each for each in self.actions if each.work == "F"], runs, channel)
         outputs = {each.position: self._awaited(each, runs, channel) for each in self.results}
-        return PendingBackward(self, channel, parameters, runs, outputs)
 
-    def backwards(
-        self,
-        channel: Channel,
-        parameters: Sequence[torch.Tensor],
-        runs: Sequence[StageRun],
-        arrived: Mapping[int, torch.Tensor],
-    ) -> list[torch.Tensor | None]:
-        """The rest of that schedule. arrived: gradients of whole outputs, the same on every rank,
-        by their position. The gradients by what this rank stores of each parameter."""
-        for each in self.results:
-            if each.position in arrived and each.rank == self.axis.rank:
-                parts = self._parts_of_gradient(each, arrived[each.position])
-                runs[each.chunk].arrived[each.position] = parts
-        actions = [action for action in self.actions if action.work != "F"]
-        self._act(actions, runs, channel)
-        return self._gradients(channel, parameters, runs)
+        def backward(arrived: Mapping[int, torch.Tensor]) -> Gradients:
+            for each in self.results:
+                if each.position in arrived and each.rank == self.axis.rank:
+                    parts = self._parts_of_gradient(each, arrived[each.position])
+                    runs[each.chunk].arrived[each.position] = parts
+            self._act([each for each in self.actions if each.work != "F"], runs, channel)
+            return self._gradients(channel, parameters, runs)
+
+        return outputs, backward
 
     def outputs(
-        self, channel: Channel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
+        self, channel: GroupChannel, parameters: Sequence[torch.Tensor], inputs: Sequence[Any]
     ) -> Outputs:
         """The outputs of the whole batch, on every rank."""
         runs = self._runs(channel, parameters, inputs, False)
@@ -160,7 +156,7 @@ class RankPipeline:
 
     def _runs(
         self,
-        channel: Channel,
+        channel: GroupChannel,
         parameters: Sequence[torch.Tensor],
         inputs: Sequence[Any],
         train: bool,
@@ -174,18 +170,20 @@ class RankPipeline:
         for stage in self.stages:
             own = [borrowed.get(i, parameters[i]) for i in stage.parameters]
             given = [parts[i] for i in stage.shared]
-            rows = _rows(given)
+            rows = [[part[k] for part in given] for k in range(n)]
             sums = [self.sums[i] for i in stage.parameters]
-            runs.append(StageRun(stage.program, channel, own, rows, train, sums))
+            runs.append(StageRun(stage.program, channel, own, rows.__getitem__, train, sums))
         return runs
 
-    def _act(self, actions: Sequence[Action], runs: Sequence[StageRun], channel: Channel) -> None:
+    def _act(
+        self, actions: Sequence[Action], runs: Sequence[StageRun], channel: GroupChannel
+    ) -> None:
         for action in actions:
             runs[action.chunk].run(action)
         channel.finish()
 
     def _borrow(
-        self, channel: Channel, parameters: Sequence[torch.Tensor]
+        self, channel: GroupChannel, parameters: Sequence[torch.Tensor]
     ) -> dict[int, torch.Tensor]:
         found = {}
         for loan in self.loans:
@@ -197,8 +195,8 @@ class RankPipeline:
         return found
 
     def _gradients(
-        self, channel: Channel, parameters: Sequence[torch.Tensor], runs: Sequence[StageRun]
-    ) -> list[torch.Tensor | None]:
+        self, channel: GroupChannel, parameters: Sequence[torch.Tensor], runs: Sequence[StageRun]
+    ) -> Gradients:
         """Of each parameter, at its home; elsewhere of no rows. None where the graph has none."""
         own: dict[int, torch.Tensor | None] = {}
         for stage, run in zip(self.stages, runs):
@@ -226,7 +224,7 @@ class RankPipeline:
             self.graded = torch.tensor(has, dtype=torch.int32, device=device)
             dist.all_reduce(self.graded, op=dist.ReduceOp.MAX, group=group)
             self.graded = self.graded.cpu()
-        found: list[torch.Tensor | None] = []
+        found: Gradients = []
         for i, (parameter, home) in enumerate(zip(parameters, self.homes)):
             gradient = own.get(i)
             if not parameter.requires_grad or not self.graded[i]:
@@ -252,7 +250,7 @@ class RankPipeline:
         return [made[k].pop(result.position) for k in range(self.microbatches)]
 
     def _awaited(
-        self, result: PipelineResult, runs: Sequence[StageRun], channel: Channel
+        self, result: PipelineResult, runs: Sequence[StageRun], channel: GroupChannel
     ) -> torch.Tensor:
         """A result that stays where it is made until somebody reads it: a collective over the axis,
         and those of a stage. What is written to an input is sent now."""
@@ -282,7 +280,7 @@ class RankPipeline:
         return [gradient, *[None if alone else gradient] * (self.microbatches - 1)]
 
     def _on_all(
-        self, result: PipelineResult, parts: Sequence[torch.Tensor], channel: Channel
+        self, result: PipelineResult, parts: Sequence[torch.Tensor], channel: GroupChannel
     ) -> torch.Tensor:
         """A result of the whole batch, sent by the stage that has made its parts."""
         if result.rank == self.axis.rank:
@@ -302,32 +300,3 @@ class RankPipeline:
         group = compat.process_group(self.axis.group)
         dist.broadcast(data, group=group, group_src=result.rank)
         return whole
-
-
-class PipelineStep(NamedTuple):
-    """A call whose backwards are done. gradients: of the loss, by what the rank stores of each of
-    the graph's parameters. others: the outputs beside the loss."""
-
-    loss: torch.Tensor
-    gradients: list[torch.Tensor | None]
-    others: Outputs
-
-
-class PendingBackward(NamedTuple):
-    """A call whose backwards await the gradients of its outputs."""
-
-    pipeline: RankPipeline
-    channel: Channel
-    parameters: Sequence[torch.Tensor]
-    runs: Sequence[StageRun]
-    outputs: Outputs
-
-    def backward(self, arrived: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """See `RankPipeline.backwards`."""
-        return self.pipeline.backwards(self.channel, self.parameters, self.runs, arrived)
-
-
-def _rows(
-    parts: Sequence[Sequence[torch.Tensor]],
-) -> Callable[[int], Sequence[torch.Tensor]]:
-    return lambda k: [part[k] for part in parts]

@@ -15,7 +15,7 @@ model training on GPU clusters", 2021, section 2.2), `zb1` the ZB-H1 of P. Qi et
 pipeline parallelism", 2023, section 3.1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 ActionKind = Literal["F", "B", "I", "W"]
@@ -120,23 +120,21 @@ def forwards(microbatches: int, chunks: int = 1) -> list[Action]:
 
 def most_kept(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
     """The most micro-batches of which each of a rank's stages keeps the activations."""
-    alive, most = [0] * shape.chunks, [0] * shape.chunks
-    for each in SCHEDULES[schedule](rank, shape):
-        if each.work != "I":
-            alive[each.chunk] += 1 if each.work == "F" else -1
-            most[each.chunk] = max(most[each.chunk], alive[each.chunk])
-    return most
+    return list(map(max, zip(*_kept(schedule, shape, rank))))
 
 
 def kept_at_once(schedule: str, shape: ScheduleShape, rank: int) -> list[int]:
     """The micro-batches of which a rank's stages keep the activations when these are most in all:
     stages of one rank are not at their most at once."""
-    alive, most = [0] * shape.chunks, [0] * shape.chunks
-    for each in SCHEDULES[schedule](rank, _shorter(schedule, shape)):
-        if each.work != "I":
-            alive[each.chunk] += 1 if each.work == "F" else -1
-            most = list(alive) if sum(alive) > sum(most) else most
-    return most
+    return list(max(_kept(schedule, _shorter(schedule, shape), rank), key=sum))
+
+
+def _kept(schedule: str, shape: ScheduleShape, rank: int) -> Iterator[tuple[int, ...]]:
+    """Of how many micro-batches each of a rank's stages keeps the activations, by the action."""
+    alive = [0] * shape.chunks
+    for each in SCHEDULES[schedule](rank, shape):
+        alive[each.chunk] += {"F": 1, "I": 0}.get(each.work, -1)
+        yield tuple(alive)
 
 
 class Timeline(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autoshard.runtime.pipeline.channel import Channel, ValueMeta
+from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action
 
 
@@ -79,7 +79,7 @@ class StageRun:
     def __init__(
         self,
         program: StageProgram,
-        channel: Channel,
+        channel: GroupChannel,
         parameters: Sequence[torch.Tensor],
         rows: Callable[[int], Sequence[torch.Tensor]],
         train: bool,

@@ -319,15 +319,13 @@ def _call(
     graded = [each.position for each in rank.results if each.graded]
     with torch.no_grad():
         if rank.loss is None:
-            pending = rank.forwards(channel, own, values)
-            found: dict[int, Any] = pending.outputs
+            found, backward = rank.forwards(channel, own, values)
         else:
-            step = rank.train(channel, own, values)
-            found = step.others
+            made, gradients, found = rank.train(channel, own, values)
     if rank.loss is None:
         asked = {i: found[i] for i in graded}
-        return found | awaiting_gradients(asked, pending.backward, backwards, handles)
-    loss = step_loss(step.loss, step.gradients, handles, together)
+        return found | awaiting_gradients(asked, backward, backwards, handles)
+    loss = step_loss(made, gradients, handles, together)
     beside = {i: beside_loss(found[i], i, handles) for i in graded if i in rank.kept}
     return {**found, **beside, rank.loss: loss}
 

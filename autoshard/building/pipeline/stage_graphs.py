@@ -57,9 +57,50 @@ class PipelineStage:
 
 
 def stage_graphs(
-    microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]
+    microbatch: MicrobatchGraph,
+    runs: Sequence[Sequence[fx.Node]],
+    crossing: Sequence[list[fx.Node]],
 ) -> list[PipelineStage]:
-    return _Cutting(microbatch, runs).stages()
+    """The graphs of the stages, of runs of operators of the micro-batch's graph. crossing: the
+    values that cross the cut before each, and what is behind the last."""
+    local, count = microbatch.local, len(microbatch.parameters)
+    placeholders: list[fx.Node] = list(local.graph.find_nodes(op="placeholder"))
+    parameters = {node: i for i, node in enumerate(placeholders[:count])}
+    shared = {node: i for i, node in enumerate(placeholders[count:])}
+    returned: Any = local.graph.output_node().args[0]
+    repeated = of_shared_values(microbatch)
+
+    def cut(run: Sequence[fx.Node], received: list[fx.Node], sent: list[fx.Node]) -> PipelineStage:
+        here = set(run)
+        needed = reached(run, lambda node: [n for n in node.all_input_nodes if n in repeated])
+        run = [*(node for node in repeated if node in needed), *run]
+        read = {node for each in run for node in each.all_input_nodes}
+        used = [node for node in received if node in read]
+        inputs = [n for group in (parameters, shared) for n in group if n in read]
+        graph, made = fx.Graph(), {}
+        for node in [*inputs, *used]:
+            made[node] = graph.placeholder(node.name)
+            made[node].meta = {**node.meta, "val": _given(node)}
+        for node in local.graph.nodes:
+            if node.op == "get_attr" and node in read:
+                made[node] = graph.node_copy(node)
+        for node in run:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        own = [node for node in sent if node in here]
+        results = [i for i, node in enumerate(returned) if node in here]
+        graph.output(tuple(made[n] for n in [*own, *(returned[i] for i in results)]))
+        return PipelineStage(
+            graph=fx.GraphModule(local, graph),
+            parameters=[parameters[n] for n in inputs if n in parameters],
+            shared=[shared[n] for n in inputs if n in shared],
+            reads=[received.index(node) for node in used],
+            received=received,
+            sent=sent,
+            made=[own.index(node) if node in own else None for node in sent],
+            results=results,
+        )
+
+    return list(map(cut, runs, crossing, crossing[1:]))
 
 
 def of_shared_values(microbatch: MicrobatchGraph) -> dict[fx.Node, None]:
@@ -74,66 +115,6 @@ def of_shared_values(microbatch: MicrobatchGraph) -> dict[fx.Node, None]:
         if node.op == "call_function" and inputs and all(n in given or n in found for n in inputs):
             found[node] = None
     return found
-
-
-class _Cutting:
-    """The graphs of the stages, of runs of operators of the micro-batch's graph."""
-
-    def __init__(self, microbatch: MicrobatchGraph, runs: Sequence[Sequence[fx.Node]]) -> None:
-        self.runs, self.local = runs, microbatch.local
-        placeholders = list(self.local.graph.find_nodes(op="placeholder"))
-        count = len(microbatch.parameters)
-        self.parameters = {node: i for i, node in enumerate(placeholders[:count])}
-        self.shared = {node: i for i, node in enumerate(placeholders[count:])}
-        self.results: list[fx.Node] = list(self.local.graph.output_node().args[0])  # type: ignore[arg-type]
-        self.stage = {node: s for s, run in enumerate(runs) for node in run}
-        self.repeated = of_shared_values(microbatch)
-
-    def stages(self) -> list[PipelineStage]:
-        return [self._cut(stage) for stage in range(len(self.runs))]
-
-    def _crossing(self, stage: int) -> list[fx.Node]:
-        """The values made before `stage` that it or a later one reads."""
-        return [
-            node
-            for run in self.runs[:stage]
-            for node in run
-            if any(self.stage.get(user, -1) >= stage for user in node.users)
-        ]
-
-    def _with_repeated(self, run: Sequence[fx.Node]) -> list[fx.Node]:
-        """The operators of a stage, after those of shared values that they read."""
-        needed = reached(run, lambda node: [n for n in node.all_input_nodes if n in self.repeated])
-        return [*(node for node in self.repeated if node in needed), *run]
-
-    def _cut(self, stage: int) -> PipelineStage:
-        run = self._with_repeated(self.runs[stage])
-        received, sent = self._crossing(stage), self._crossing(stage + 1)
-        read = {node for each in run for node in each.all_input_nodes}
-        used = [node for node in received if node in read]
-        inputs = [n for group in (self.parameters, self.shared) for n in group if n in read]
-        graph, made = fx.Graph(), {}
-        for node in [*inputs, *used]:
-            made[node] = graph.placeholder(node.name)
-            made[node].meta = {**node.meta, "val": _given(node)}
-        for node in self.local.graph.nodes:
-            if node.op == "get_attr" and node in read:
-                made[node] = graph.node_copy(node)
-        for node in run:
-            made[node] = graph.node_copy(node, made.__getitem__)
-        own = [node for node in sent if node in self.stage and self.stage[node] == stage]
-        results = [i for i, node in enumerate(self.results) if self.stage.get(node) == stage]
-        graph.output(tuple(made[n] for n in [*own, *(self.results[i] for i in results)]))
-        return PipelineStage(
-            graph=fx.GraphModule(self.local, graph),
-            parameters=[self.parameters[n] for n in inputs if n in self.parameters],
-            shared=[self.shared[n] for n in inputs if n in self.shared],
-            reads=[received.index(node) for node in used],
-            received=received,
-            sent=sent,
-            made=[own.index(node) if node in own else None for node in sent],
-            results=results,
-        )
 
 
 def _given(node: fx.Node) -> torch.Tensor:

@@ -115,7 +115,7 @@ def plan_stages(
         )
     starts = [0, *found.cuts, len(ends) - 1]
     runs = [operators[ends[a] : ends[b]] for a, b in zip(starts, starts[1:])]
-    made = stage_graphs(microbatch, runs)
+    made = stage_graphs(microbatch, runs, [sent[ends[at]] for at in starts])
     homes = [
         next(s for s, st in enumerate(made) if i in st.parameters) % ranks if home is None else home
         for i, home in enumerate(known)

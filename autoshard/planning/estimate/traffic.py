@@ -27,9 +27,8 @@ from autoshard.planning.estimate.weights import (
     Layout,
     Training,
     Weight,
-    kept_and_reduced,
-    local_shape,
     sent_bytes,
+    weight_of,
 )
 from autoshard.planning.mixtures import ROWS, exchanged_beside, is_mixture
 from autoshard.planning.strategy import operands, value
@@ -289,15 +288,5 @@ class DataAxes:
 
     def weight(self, node: fx.Node, state: State, again: bool, experts: int = 0) -> Weight:
         """A parameter in a state on the planned axis. again, experts: as in `Weight`."""
-        kept, reduced = kept_and_reduced(node)
-        return Weight(
-            name=node.name,
-            shape=local_shape(node, state, self.n),
-            itemsize=value(node).element_size(),
-            trained=bool(node.meta.get(DIFF)),
-            use=0,
-            again=again,
-            stored=kept,
-            reduced=reduced,
-            experts=experts,
-        )
+        trained, more = bool(node.meta.get(DIFF)), {"again": again, "experts": experts}
+        return weight_of(node, state, self.n, name=node.name, trained=trained, use=0, **more)

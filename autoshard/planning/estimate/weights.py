@@ -314,22 +314,20 @@ def weights_of(
     experts, found = experts_of(gm.graph, decisions.strategies), []
     seen = _embeddings_and_last(gm.graph, parameters)
     for node, name in parameters.items():
-        val = value(node)
-        kept, reduced = kept_and_reduced(node)
+        val, state = value(node), decisions.stored[node]
         found.append(
-            Weight(
+            weight_of(
+                node,
+                state,
+                n,
                 name=name,
-                shape=local_shape(node, decisions.stored[node], n),
-                itemsize=val.element_size(),
                 trained=bool(val.requires_grad),
                 use=min((place[user] for user in node.users), default=None),
                 again=node in again,
-                stored=kept,
-                reduced=reduced,
                 experts=experts.get(node, 0),
                 choice=decisions.weights.get(node, ""),
                 whole_shape=tuple(cost.hint(extent) for extent in val.shape),
-                state=decisions.stored[node],
+                state=state,
                 hidden=val.dim() > 1 and node not in seen,
             )
         )
@@ -361,20 +359,16 @@ def experts_of(
     return {stack: exchangeable(node) for node in mixtures for stack in node.args[3]}  # type: ignore[misc, union-attr]
 
 
-def local_shape(node: fx.Node, state: State, n: int) -> tuple[int, ...]:
-    """The shape of a parameter on a rank of an axis of `n`."""
-    shape, dim = [cost.hint(extent) for extent in value(node).shape], shard_dim(state)
+def weight_of(node: fx.Node, at: State, n: int, **more: Any) -> Weight:
+    """A parameter in the state `at` on a planned axis of `n`. more: what its placeholder does not
+    tell."""
+    shape, dim = [cost.hint(extent) for extent in value(node).shape], shard_dim(at)
     if dim is not None:
         shape[dim] = chunk_size(shape[dim], n)
-    return tuple(shape)
-
-
-def kept_and_reduced(node: fx.Node) -> tuple[int | None, int | None]:
-    """Bytes of an element of a parameter as it is kept, and of its gradient while it travels, where
-    that is told (the option `precision`)."""
     dtypes: list[torch.dtype | None] = [node.meta.get(key) for key in (STORED_DTYPE, REDUCED_DTYPE)]
-    kept, reduced = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    return kept, reduced
+    stored, reduced = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    itemsize = value(node).element_size()
+    return Weight(shape=tuple(shape), itemsize=itemsize, stored=stored, reduced=reduced, **more)
 
 
 def sent_bytes(weights: Iterable[Weight], part: Callable[[Weight], int], training: Training) -> int:
