@@ -120,7 +120,7 @@ def again_of(choices: MeshPrices, keeps: Keeps) -> dict[int, list[Kept]]:
         ours |= "core_attn" in modules and packet(node) in ATTENTION
         ours |= "moe" in modules and is_mixture(node)
         beside = value.nbytes * (1 if saved else 2) if value.held else 0
-        gathered = value.key[1] != forward_value(choices.stages.saving.state(node))
+        gathered = value.key[1] != forward_value(choices.stages.saving.decisions.state(node))
         if ours and saved:
             saved, repeated, seconds = 0, saved, value.seconds
         elif keeps.thrifty and saved and gathered:

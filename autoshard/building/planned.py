@@ -188,8 +188,9 @@ class Planned:
 
     def chunked(self, how: Chunking | None) -> Planned:
         """The same plan with losses as `how` asks."""
-        found = plan_losses(self.serial, self.decisions, self.decisions.prices.n, how)
-        return replace(self, decisions=replace(self.decisions, losses=found))
+        made = self.decisions
+        found = plan_losses(self.serial, made.strategies, made.prices.n, how)
+        return replace(self, decisions=replace(made, losses=found))
 
     @property
     def chunks(self) -> bool:

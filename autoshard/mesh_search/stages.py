@@ -242,7 +242,8 @@ class GraphStages:
                 own.add(node)
         alive = crossing(self.nodes, own.difference(self.planned.parameters))
         found = [(-1, 0)] * len(self.nodes)
-        nbytes = cache(lambda node: self.saving.nbytes(node, self.saving.state(node)))
+        state = self.planned.decisions.state
+        nbytes = cache(lambda node: self.saving.nbytes(node, state(node)))
         for i in places(self.nodes, alive):
             if size := sum(map(nbytes, alive[i])):
                 found[i] = size, len(alive[i])

@@ -62,4 +62,5 @@ from autoshard.planning.values import (
     output_state,
     producer,
     shardable,
+    state_of,
 )

@@ -23,9 +23,9 @@ from autoshard.planning.cost import Machine, change_collectives
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.plan import GraphPlan, strategy_text
 from autoshard.planning.prices import AxisPrices
-from autoshard.planning.strategy import Strategy, operands
-from autoshard.planning.values import output_state, producer
-from autoshard.runtime.collectives import Axis, I, R, State, redistribute, shard_dim
+from autoshard.planning.strategy import Strategy, operands, parts_of
+from autoshard.planning.values import producer, state_of
+from autoshard.runtime.collectives import Axis, I, R, State, redistribute
 from autoshard.runtime.graph_meta import VALUE
 
 ValueKey = tuple[fx.Node, State]
@@ -131,8 +131,7 @@ class Decisions:
 
     def state(self, node: fx.Node) -> State:
         """The state in which `node`'s own value is produced."""
-        owner, index = producer(node)
-        return output_state(self.strategies[owner], index)
+        return state_of(node, self.strategies)
 
     def route(self, source: fx.Node, want: State) -> tuple[State, ...]:
         """The states a consumer that wants `want` passes through: directly, or by the copy."""
@@ -241,7 +240,7 @@ class Origin:
         """Seconds of a change of state over the outer axis, where the value is in `state` on the
         inner one of `n` ranks. Without a gradient, what needs no collective is free."""
         source, (src, dst) = self.nodes[node], node.args[1:3]
-        parts = 1 if shard_dim(state) is None else n
+        parts = parts_of(state, n)
         moved = self.prices.moved(source)
         seconds = 0.0
         if moved.diff or source in self.prices.computed or change_collectives(src, dst)[0]:  # type: ignore[arg-type]

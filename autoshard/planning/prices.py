@@ -9,7 +9,7 @@ from torch import fx
 
 from autoshard.planning import cost
 from autoshard.planning.cost import Machine, OperatorWork
-from autoshard.planning.strategy import value
+from autoshard.planning.strategy import parts_of, value
 from autoshard.planning.values import differentiable, global_bytes
 from autoshard.runtime.collectives import P, R, State, shard_dim
 from autoshard.runtime.graph_meta import DIFF
@@ -135,8 +135,7 @@ class AxisPrices:
         if self.batch is not None:
             return min(self.batch.charges(node, state, price).values())
         trained = TRAINED_BYTES if node.meta.get(DIFF) else 1.0
-        share = 1.0 if shard_dim(state) is None else 1.0 / self.n
-        return global_bytes(node) * share * trained * price
+        return global_bytes(node) * (1 / parts_of(state, self.n)) * trained * price
 
     def batch_choice(self, node: fx.Node, state: State, travels: bool = False) -> str:
         """What dp_shard does with a parameter in `state` on this axis; "": it has no choice.

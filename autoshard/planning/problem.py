@@ -32,15 +32,14 @@ from autoshard.planning.decisions import Origin
 from autoshard.planning.expert_axis import ExpertAxis, StackTables
 from autoshard.planning.fusion import Kernels
 from autoshard.planning.mixtures import inner_bytes
-from autoshard.planning.operators import cached, is_handed_on
+from autoshard.planning.operators import LOOKUPS, cached, is_handed_on, packet
 from autoshard.planning.prices import AxisPrices
 from autoshard.planning.solver import FactorGraph, Solution
-from autoshard.planning.strategy import Strategy, operands, results, value
+from autoshard.planning.strategy import Strategy, operands, parts_of, results, value
 from autoshard.planning.values import (
     as_key,
     differentiable,
     global_bytes,
-    is_lookup,
     is_trained,
     output_state,
     producer,
@@ -263,17 +262,17 @@ class Builder:
         dtype, sheet = cost.dtype_made(node), self.prices.machine.sheet
         sizes_out = [tensor_bytes(r) if written else 0 for r in results(node)]
         sizes_in = [global_bytes(t) if read else 0 for t, read in zip(tensors, reads)]
-        if is_lookup(node):
+        if packet(node) in LOOKUPS:
             sizes_in = [min(size, sum(sizes_out)) for size in sizes_in]
         costs = []
         for strategy in domain:
             states = (*strategy.inputs, *strategy.outputs)
             sharded = any(s[0] == "S" for s in states)
-            kept = sum(b / self._split(s) for b, s in zip(sizes_out, strategy.outputs))
+            kept = sum(b / parts_of(s, self.n) for b, s in zip(sizes_out, strategy.outputs))
             inner = inner_bytes(node, strategy, self.n)
             kept += inner
             # what is inside is written and read
-            read_in = [b / self._split(s) for b, s in zip(sizes_in, strategy.inputs)]
+            read_in = [b / parts_of(s, self.n) for b, s in zip(sizes_in, strategy.inputs)]
             if self.on_ep is not None and strategy.on_ep:
                 read_in = [b / self.on_ep.read(strategy, i) for i, b in enumerate(read_in)]
             moved = kept + inner + sum(read_in)
@@ -300,9 +299,6 @@ class Builder:
         bases = self._kernels.reads(node)
         read = [self._kernels.base[tensor] in bases for tensor in operands(node)]
         return read, self._kernels.writes(node)
-
-    def _split(self, state: State) -> int:
-        return self.n if state[0] == "S" else 1
 
     # Edges
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.runtime.collectives import Axis, State
+from autoshard.runtime.collectives import Axis, State, shard_dim
 
 _NESTED = frozenset({tuple, list, fx.immutable_collections.immutable_list, Axis})
 _FLAT = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -60,6 +60,11 @@ class Strategy(NamedTuple):
     def outputs(self) -> tuple[State, ...]:
         """The states of the results, of which there may be one."""
         return (self.output,) if isinstance(self.output, str) else self.output
+
+
+def parts_of(state: State, n: int) -> int:
+    """Of how many parts of a value a rank of an axis of `n` holds one."""
+    return 1 if shard_dim(state) is None else n
 
 
 def value(node: fx.Node) -> Any:

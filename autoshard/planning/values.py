@@ -1,14 +1,14 @@
 """Properties of a node for the planner: who decides its state, its bytes, where it may be split."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoshard.planning import cost
-from autoshard.planning.operators import LOOKUPS, UNFUSED, packet
+from autoshard.planning.operators import UNFUSED, packet
 from autoshard.planning.sizes import why_not
 from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.runtime.collectives import I, S, State, shard_dim
@@ -28,11 +28,14 @@ def producer(node: fx.Node) -> tuple[fx.Node, int | None]:
 
 
 def output_state(strategy: Strategy, index: int | None) -> State:
-    """The state of a strategy's result, or of one element of a tuple result."""
-    if index is None:
-        assert isinstance(strategy.output, str)
-        return strategy.output
-    return strategy.output[index]
+    """The state of a strategy's result, or of one element of a tuple result (None: the first)."""
+    return strategy.outputs[index or 0]
+
+
+def state_of(node: fx.Node, strategies: Mapping[fx.Node, Strategy]) -> State:
+    """The state in which a value is made."""
+    owner, index = producer(node)
+    return output_state(strategies[owner], index)
 
 
 def global_bytes(node: fx.Node) -> int:
@@ -71,11 +74,6 @@ def fusible(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
     return packet(node) not in UNFUSED and cost.node_flops(node) == 0
-
-
-def is_lookup(node: fx.Node) -> bool:
-    """Whether the operator reads of its operands only about what it returns."""
-    return packet(node) in LOOKUPS
 
 
 def differentiable(node: fx.Node) -> bool:

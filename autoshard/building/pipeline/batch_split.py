@@ -29,12 +29,12 @@ from torch import fx
 
 from autoshard.errors import CaptureError
 from autoshard.passes import emit
-from autoshard.planning import LOSSES, Strategy, operands, output_state, packet, producer, value
+from autoshard.planning import LOSSES, Strategy, operands, packet, producer, state_of, value
 from autoshard.planning.rules import strategies
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, is_head_tail, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF
-from autoshard.runtime.operators import own_tokens
+from autoshard.runtime.operators import MEAN, SUM, own_tokens
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class BatchSplit:
 
     def state(self, node: fx.Node) -> State:
         """The state of one of the `own` values, or of an input."""
-        maker, index = producer(node)
-        return output_state(self.strategies[maker], index)
+        return state_of(node, self.strategies)
 
 
 def split_batch(
@@ -100,7 +99,7 @@ class _Splitting:
         if best is None and node in self.own:
             best = self._with_copies(node, offered)
             if best is None:
-                states = [f"{each.name} {self._state(each)}" for each in operands(node)]
+                states = [f"{each.name} {state_of(each, self.chosen)}" for each in operands(node)]
                 raise _mixes(node, states, reasons)
         self.chosen[node] = best or self._as_computed(node, offered[0])
 
@@ -110,7 +109,7 @@ class _Splitting:
         the readers do."""
         val = value(node)
         for operand in operands(node):
-            dim = shard_dim(self._state(operand))
+            dim = shard_dim(state_of(operand, self.chosen))
             if dim is None or not isinstance(val, torch.Tensor) or val.dim() <= dim:
                 continue
             if val.shape[dim] == value(operand).shape[dim]:
@@ -134,7 +133,7 @@ class _Splitting:
         return fit + _expands(node, strategy)
 
     def _has(self, operand: fx.Node, want: State) -> bool:
-        have = self._state(operand)
+        have = state_of(operand, self.chosen)
         return have == want or (_whole(have) and _whole(want) and not operand.meta.get(DIFF))
 
     def _with_copies(self, node: fx.Node, offered: Sequence[Strategy]) -> Strategy | None:
@@ -160,7 +159,9 @@ class _Splitting:
             return operand
         if operand not in self.own or operand.op != "call_function" or shard_dim(want) is None:
             return None
-        for strategy in strategies(operand, self.n)[0] if _whole(self._state(operand)) else ():
+        for strategy in (
+            strategies(operand, self.n)[0] if _whole(state_of(operand, self.chosen)) else ()
+        ):
             made = self._operands_as(operand, strategy) if strategy.output == want else None
             if made is None:
                 continue
@@ -179,10 +180,6 @@ class _Splitting:
         if dim is None:
             return _whole(want)
         return not is_head_tail(want) and value(shared).shape[dim] % self.n == 0
-
-    def _state(self, node: fx.Node) -> State:
-        maker, index = producer(node)
-        return output_state(self.chosen[maker], index)
 
 
 def _read_instead(node: fx.Node, others: Mapping[fx.Node, fx.Node]) -> None:
@@ -214,10 +211,9 @@ def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError
 
 
 aten = torch.ops.aten
-_MEAN, _SUM = 1, 2  # at::Reduction
 
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-_DEFAULTS: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
+_DEFAULTS: dict[str, Any] = {"weight": None, "reduction": MEAN, "ignore_index": -100}
 _NAME = "token_means"
 _GIVEN = "rows_of_inputs"
 
@@ -233,7 +229,7 @@ def sum_over_tokens(gm: fx.GraphModule, ranks: Sequence[Axis] = ()) -> int:
         if packet(node) not in LOSSES:
             continue
         given = {**_DEFAULTS, **dict(zip(_NAMES, node.args)), **node.kwargs}
-        if given["reduction"] != _MEAN or value(given["target"]).is_floating_point():
+        if given["reduction"] != MEAN or value(given["target"]).is_floating_point():
             continue
         _rewrite(gm.graph, node, given, tuple(ranks))
         found += 1
@@ -292,7 +288,7 @@ def _rewrite(
             node,
             node.target,  # type: ignore[arg-type]
             (given["self"], given["target"]),
-            {**summed, "reduction": _SUM},
+            {**summed, "reduction": SUM},
             provenance=_NAME,
             value=node,
         )

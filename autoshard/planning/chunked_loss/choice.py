@@ -3,7 +3,7 @@ spares a rank, and what it adds: bytes, from sizes alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -11,8 +11,9 @@ from torch import fx
 from autoshard.planning import cost
 from autoshard.planning.chunked_loss.head import Head, LeftWhole, arguments_of, head_of, is_loss
 from autoshard.planning.cost import tensor_bytes
-from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.runtime.collectives import State, chunk_size, forward_value, shard_dim
+from autoshard.planning.strategy import Strategy, operands, parts_of, value
+from autoshard.planning.values import state_of
+from autoshard.runtime.collectives import chunk_size, forward_value, shard_dim
 from autoshard.runtime.graph_meta import DIFF, WITHOUT_GRADIENTS
 from autoshard.runtime.operators import copies_of, kept_by, scratch_bytes
 
@@ -135,42 +136,36 @@ def chunks_of(losses: Losses) -> Chunks:
     return found
 
 
-class Placed(Protocol):
-    """The part of `Decisions` that says where the values of a graph are."""
-
-    @property
-    def strategies(self) -> Mapping[fx.Node, Strategy]: ...
-
-    def state(self, node: fx.Node) -> State: ...
-
-
-def plan_losses(gm: fx.GraphModule, plan: Placed, n: int, how: Chunking | None) -> Losses:
+def plan_losses(
+    gm: fx.GraphModule, strategies: Mapping[fx.Node, Strategy], n: int, how: Chunking | None
+) -> Losses:
     """The losses of a graph that go by chunks, and the large ones that do not, with why.
 
-    plan: on an axis of `n` ranks. how: None: all are whole, and nothing is told.
+    strategies: on an axis of `n` ranks. how: None: all are whole, and nothing is told.
     """
     found: Losses = {}
     for node in gm.graph.nodes:
         if how is None or node.op != "call_function" or not is_loss(node):
             continue
         try:
-            one = _planned(gm, node, plan, n, how)
+            one = _planned(gm, node, strategies, n, how)
         except LeftWhole as left:
-            scores, want = operands(node)[0], plan.strategies[node].inputs[0]
-            parts = n if shard_dim(want) is not None else 1
-            one = LossPlan(tensor_bytes(value(scores)) // parts, str(left))
+            scores, want = operands(node)[0], strategies[node].inputs[0]
+            one = LossPlan(tensor_bytes(value(scores)) // parts_of(want, n), str(left))
         if one.chunked or how.least is None or one.nbytes >= _LARGE:
             found[node] = one
     return found
 
 
-def _planned(gm: fx.GraphModule, loss: fx.Node, plan: Placed, n: int, how: Chunking) -> LossPlan:
+def _planned(
+    gm: fx.GraphModule, loss: fx.Node, strategies: Mapping[fx.Node, Strategy], n: int, how: Chunking
+) -> LossPlan:
     arguments_of(loss)
     head = head_of(loss)
     for reader, source in zip((loss, *head.chain), head.chain):
         at = operands(reader).index(source)
-        want = plan.strategies[reader].inputs[at]
-        if forward_value(want) != forward_value(plan.state(source)):
+        want = strategies[reader].inputs[at]
+        if forward_value(want) != forward_value(state_of(source, strategies)):
             raise LeftWhole("the plan sends its logits, or splits them anew")
     trains = bool(loss.meta.get(DIFF)) and not gm.meta.get(WITHOUT_GRADIENTS)
     for reader in head.readers(loss):
@@ -183,7 +178,7 @@ def _planned(gm: fx.GraphModule, loss: fx.Node, plan: Placed, n: int, how: Chunk
                 "the model returns its logits, which chunk_loss=True withholds in training"
             )
     product, scores = head.chain[-1], value(head.chain[0])
-    dim, last = shard_dim(plan.state(product)), value(product).dim() - 1
+    dim, last = shard_dim(state_of(product, strategies)), value(product).dim() - 1
     classes = scores.shape[1]
     rows = cost.numel(scores) // cost.hint(classes)
     split = n if dim == last else 1

@@ -19,6 +19,7 @@ product and a gradient is the sum of several (of q, k and v), their factors are 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -140,12 +141,7 @@ def multiplies(node: fx.Node, operand: fx.Node) -> bool:
 
 def product_flops(node: fx.Node) -> int:
     """Operations of a product that a collective may be one operator with; 0 of anything else."""
-    return (
-        node_flops(node) if packet(node) in _FUSED and _matrix(node).meta["val"].dim() == 2 else 0
-    )
-
-
-def _matrix(node: fx.Node) -> fx.Node:
-    found = node.args[2 if packet(node) in ADDED_PRODUCTS else 1]
-    assert isinstance(found, fx.Node)
-    return found
+    if packet(node) not in _FUSED:
+        return 0
+    matrix: Any = node.args[2 if packet(node) in ADDED_PRODUCTS else 1]
+    return node_flops(node) if matrix.meta["val"].dim() == 2 else 0

@@ -44,9 +44,9 @@ from autoshard.planning.operators import (
     LOSSES,
     packet,
 )
-from autoshard.planning.strategy import operands, results, value
-from autoshard.planning.values import differentiable, fusible, producer
-from autoshard.runtime.collectives import I, State, forward_value, shard_dim
+from autoshard.planning.strategy import operands, parts_of, results, value
+from autoshard.planning.values import differentiable, fusible
+from autoshard.runtime.collectives import I, State, forward_value
 from autoshard.runtime.graph_meta import BUFFER
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ class Saving:
                 if self.kernels.base[tensor] in self.decisions.stored:
                     weights.add(self.kernels.base[tensor])
                 if self.moved(tensor, want):
-                    if not self.decisions.gathers_again(tensor, self.state(tensor), want):
+                    if not self.decisions.gathers_again(tensor, self.decisions.state(tensor), want):
                         self.found[tensor, forward_value(want)] = self.nbytes(tensor, want)
                 elif self.in_memory(self.kernels.base[tensor]):
                     self.found.update(self._keep(self.kernels.base[tensor]))
@@ -170,7 +170,7 @@ class Saving:
         """Keeping what a node made; parameters, inputs and constants are there without it."""
         if node.op != "call_function" or node not in self.decisions.strategies:
             return {}
-        state = self.state(node)
+        state = self.decisions.state(node)
         return {(node, forward_value(state)): self.nbytes(node, state)}
 
     def _cheapest(self, node: fx.Node) -> dict[tuple[fx.Node, State], int]:
@@ -205,7 +205,7 @@ class Saving:
                 largest = max(largest, 2 * self.nbytes(operands(node)[0], state))
             if node.op == "call_function" and differentiable(node) and node.users:
                 if isinstance(value(node), torch.Tensor) and self.in_memory(node):
-                    state = self.state(node)
+                    state = self.decisions.state(node)
                     here = (node, forward_value(state)) in self.found
                     largest = max(largest, self.nbytes(node, state) * (1 if here else 2))
                 if is_mixture(node):
@@ -224,28 +224,17 @@ class Saving:
         """The float32 number that attention keeps of each of its rows."""
         query = operands(node)[0]
         each = 4 * cost.numel(value(query)) // cost.hint(value(query).shape[-1])
-        return each // self._split(self.decisions.strategies[node].inputs[0])
+        return each // parts_of(self.decisions.strategies[node].inputs[0], self.n)
 
     def moved(self, tensor: fx.Node, want: State) -> bool:
         """Whether a value is used in another state than it is made in."""
-        return forward_value(self.state(tensor)) != forward_value(want)
-
-    def state(self, node: fx.Node) -> State:
-        """The state in which a value is made."""
-        owner, index = producer(node)
-        output = self.decisions.strategies[owner].output
-        if isinstance(output, str):
-            return output
-        return output[0 if index is None else index]
+        return forward_value(self.decisions.state(tensor)) != forward_value(want)
 
     def nbytes(self, node: fx.Node, state: State) -> int:
         """Bytes of a value in a state, on this rank; none of logits that are never whole."""
         if node in self.chunked.inside:
             return 0
-        return sum(map(tensor_bytes, results(node))) // self._split(state)
-
-    def _split(self, state: State) -> int:
-        return 1 if shard_dim(state) is None else self.n
+        return sum(map(tensor_bytes, results(node))) // parts_of(state, self.n)
 
 
 @dataclass(frozen=True, kw_only=True)

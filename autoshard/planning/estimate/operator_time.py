@@ -16,12 +16,13 @@ from autoshard.planning.mixtures import inner_bytes, is_mixture
 from autoshard.planning.operators import (
     ADDED_PRODUCTS,
     CONVOLUTIONS,
+    LOOKUPS,
     PRODUCTS,
     packet,
 )
-from autoshard.planning.strategy import Strategy, operands, results, value
-from autoshard.planning.values import differentiable, is_lookup, producer
-from autoshard.runtime.collectives import State, shard_dim
+from autoshard.planning.strategy import Strategy, operands, parts_of, results, value
+from autoshard.planning.values import differentiable, producer
+from autoshard.runtime.collectives import shard_dim
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
 _PASSES = 8
@@ -60,7 +61,7 @@ class OperatorTimes:
         states = (*strategy.inputs, *strategy.outputs)
         sharded = any(shard_dim(state) is not None for state in states)
         made = zip(results(node), strategy.outputs)
-        written = sum(tensor_bytes(one) / self._split(state) for one, state in made)
+        written = sum(tensor_bytes(one) / parts_of(state, self.n) for one, state in made)
         moved = written if self.kernels.writes(node) else 0.0
         most = self.imbalance if is_mixture(node) else 1.0
         moved += 2 * most * inner_bytes(node, strategy, self.n)
@@ -70,8 +71,8 @@ class OperatorTimes:
             if base in seen or self.kernels.joins(base, node):
                 continue
             seen.add(base)
-            size = tensor_bytes(value(tensor)) / self._split(want) / self.parts.get(base, 1)
-            moved += min(size, written) if is_lookup(node) else size
+            size = tensor_bytes(value(tensor)) / parts_of(want, self.n) / self.parts.get(base, 1)
+            moved += min(size, written) if packet(node) in LOOKUPS else size
         flops = most * cost.node_flops(node) * (strategy.share / self.n if sharded else 1.0)
         dtype = dtype_of(node)
         if node in self.float8:
@@ -150,11 +151,8 @@ class OperatorTimes:
     def _cast(self, node: fx.Node, strategy: Strategy) -> float:
         """Bytes that move while the activation is scaled to float8: read, and written as one."""
         tensor, want = operands(node)[0], strategy.inputs[0]
-        elements = cost.numel(value(tensor)) / self._split(want)
+        elements = cost.numel(value(tensor)) / parts_of(want, self.n)
         return elements * (value(tensor).element_size() + 1)
-
-    def _split(self, state: State) -> int:
-        return 1 if shard_dim(state) is None else self.n
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:

@@ -100,8 +100,8 @@ class Walk:
     def _view(self, node: fx.Node) -> None:
         base = self.saving.kernels.base[node]
         if base in self.decisions.strategies and makes_tensors(node):
-            own = (base, forward_value(self.saving.state(base)))
-            self.views.setdefault(own, []).append((node, forward_value(self.saving.state(node))))
+            own = (base, forward_value(self.decisions.state(base)))
+            self.views.setdefault(own, []).append((node, forward_value(self.decisions.state(node))))
 
     def _operator(self, node: fx.Node, strategy: Strategy) -> None:
         read = [
@@ -111,7 +111,7 @@ class Walk:
         sources = tuple(dict.fromkeys(place for place in read if place is not None))
         for tensor, want in self.needs(node):
             self._need(tensor, want)
-        state = self.saving.state(node)
+        state = self.decisions.state(node)
         self._add(
             node,
             key=(node, forward_value(state)),
@@ -170,16 +170,16 @@ class Walk:
         else:
             base = self.saving.kernels.base[tensor]
             if base.op == "call_function" and base in self.decisions.strategies:
-                self.needed.add((base, forward_value(self.saving.state(base))))
+                self.needed.add((base, forward_value(self.decisions.state(base))))
 
     def _read(self, tensor: fx.Node, want: State, user: fx.Node) -> int | None:
         """The position of what an operator reads, its changes of state added; None: an input."""
         base, at = self.saving.kernels.base[tensor], None
         if base.op == "call_function" and base in self.decisions.strategies:
-            at = self.place.get((base, forward_value(self.saving.state(base))))
+            at = self.place.get((base, forward_value(self.decisions.state(base))))
         if self.n == 1:
             return at
-        have = self.saving.state(tensor)
+        have = self.decisions.state(tensor)
         for state in self.decisions.route(tensor, want):
             if forward_value(state) != forward_value(have):
                 key = (tensor, forward_value(state))

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import Strategy, operands, value
-from autoshard.planning.values import output_state, producer
+from autoshard.planning.values import producer, state_of
 from autoshard.runtime.collectives import I, P, R, S, State, shard_dim
 from autoshard.runtime.compat import FakeTensor
 
@@ -123,10 +123,6 @@ def _walk(
     """The states of what a body returns, in groups where it returns groups."""
     states: dict[fx.Node, Strategy] = {}
 
-    def state(node: fx.Node) -> State:
-        maker, index = producer(node)
-        return output_state(states[maker], index)
-
     entering = iter(given)
     for node in body.graph.nodes:
         if node.op == "placeholder":
@@ -136,12 +132,13 @@ def _walk(
         elif node.op == "call_function" and producer(node)[0] is node:
             if operands(node) or isinstance(node.target, torch._ops.OpOverload):
                 states[node] = _operator(
-                    node, {each: state(each) for each in operands(node)}, n, known
+                    node, {each: state_of(each, states) for each in operands(node)}, n, known
                 )
     returned: Any = body.graph.output_node().args[0]
     groups = returned if isinstance(returned[0], tuple | list) else [returned]
     return [
-        [state(each) if isinstance(each, fx.Node) else None for each in group] for group in groups
+        [state_of(each, states) if isinstance(each, fx.Node) else None for each in group]
+        for group in groups
     ]
 
 

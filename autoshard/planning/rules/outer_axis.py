@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.planning.cost import tensor_bytes
+from autoshard.planning.cost import COLLECTIVES, tensor_bytes
 from autoshard.planning.sizes import count, is_one, same_shape, why_not
 from autoshard.planning.strategy import ImplCollective, Strategy, in_state, operands, results, value
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
@@ -33,7 +33,6 @@ from autoshard.runtime.operators import (
 from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
 _REDUCTION = 3  # the position of `reduction` among the arguments of a loss
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def axis_of(node: fx.Node) -> Axis | None:
@@ -228,5 +227,5 @@ def _sent(node: fx.Node, axis: Axis) -> list[ImplCollective]:
     return [
         over(step, min(small) if step == "all_to_all" else max(small), back)
         for step, back in zip(steps, (False, True))
-        if step in _COLLECTIVES
+        if step in COLLECTIVES
     ]

@@ -63,7 +63,7 @@ def solve(
         return solve(gm, n, machine, request, prices, True)
     variables = len(problem.variables) + len(problem.copies)
     made = decided(ordered, problem, solution, variables, builder.prices, request, held)
-    return replace(made, losses=plan_losses(gm, made, n, request.chunking))
+    return replace(made, losses=plan_losses(gm, made.strategies, n, request.chunking))
 
 
 def decided(
@@ -197,7 +197,7 @@ def at_dearer_bytes(
     same for every layout whose weights have no choice."""
     machine = default.machine
     for price in dearer(default.prices.parameter_byte):
-        yield solve(gm, n, machine, request, of_a_byte(price, machine, request))
+        yield solve(gm, n, machine, request, of_a_byte(price, machine))
 
 
 def dearer(byte: float) -> Iterator[float]:
@@ -206,7 +206,7 @@ def dearer(byte: float) -> Iterator[float]:
         yield byte * (_HIGHEST / byte) ** (step / _PLACEMENTS)
 
 
-def of_a_byte(price: float, machine: Machine, request: Request) -> Prices:
+def of_a_byte(price: float, machine: Machine) -> Prices:
     """The prices at which a stored byte costs so much, and one that passes through memory no
     less."""
     least = 2.0 / machine.device.memory_bandwidth
@@ -346,7 +346,7 @@ def _within_budget(
     found = [estimates(gm, n, request, budget)(default)]
     if not found[0].fits and request.chunking != request.chunking_to_fit:
         request = replace(request, chunking=request.chunking_to_fit)
-        default = replace(default, losses=plan_losses(gm, default, n, request.chunking))
+        default = replace(default, losses=plan_losses(gm, default.strategies, n, request.chunking))
         found = [estimates(gm, n, request, budget)(default)]
     if request.layout.chooses and found[0].fits:
         return _within_room(gm, n, machine, request, found[0], budget).decisions

@@ -305,7 +305,7 @@ def both_at_dearer_bytes(
     for a rank that has less memory than those take; each once."""
     known = [default.graph_plan()]
     for price in dearer(byte):
-        found = plan_both(gm, machine, asked, of_a_byte(price, machine, asked.inner))
+        found = plan_both(gm, machine, asked, of_a_byte(price, machine))
         if found is not None and (plan := found.graph_plan()) not in known:
             known.append(plan)
             yield found
