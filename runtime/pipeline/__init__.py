@@ -1,7 +1,7 @@
 """Pipeline parallelism at run time: schedules, transfers, and a stage at work."""
 
 from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
-from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline, RankStage
+from autoshard.runtime.pipeline.execution import Loan, PipelineResult, RankPipeline
 from autoshard.runtime.pipeline.schedules import (
     SCHEDULES,
     Action,

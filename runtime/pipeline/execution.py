@@ -59,16 +59,6 @@ class Loan:
     borrower: int
 
 
-@dataclass(frozen=True)
-class RankStage:
-    """One of a rank's stages. parameters: of the graph's parameters, those that it reads; shared:
-    of the rank's shared values."""
-
-    program: StageProgram
-    parameters: list[int]
-    shared: list[int]
-
-
 @dataclass(kw_only=True)
 class RankPipeline:
     """The data of one rank for every call of one graph.
@@ -84,7 +74,7 @@ class RankPipeline:
     """
 
     axis: Axis
-    stages: list[RankStage]
+    stages: list[StageProgram]
     actions: list[Action]
     microbatches: int
     homes: list[int | None]
@@ -172,7 +162,7 @@ class RankPipeline:
             given = [parts[i] for i in stage.shared]
             rows = [[part[k] for part in given] for k in range(n)]
             sums = [self.sums[i] for i in stage.parameters]
-            runs.append(StageRun(stage.program, channel, own, rows.__getitem__, train, sums))
+            runs.append(StageRun(stage, channel, own, rows.__getitem__, train, sums))
         return runs
 
     def _act(

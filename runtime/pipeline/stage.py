@@ -39,7 +39,8 @@ class StageProgram:
     adds. parts: the same in parts, where the schedule cuts backwards. ranks: that stages take turns
     on. made: for each of `sent` the output that it is, or None; passed: or the place in `received`
     of what is passed on. results: the position of each result of a micro-batch, and its output.
-    loss: the output that is differentiated, where it is made here.
+    loss: the output that is differentiated, where it is made here. parameters: those of the graph
+    that it reads; shared: those of the rank's shared values.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -54,6 +55,8 @@ class StageProgram:
     loss: int | None
     graded: Sequence[int] = ()
     parts: TwoBackwards | None = None
+    parameters: Sequence[int] = ()
+    shared: Sequence[int] = ()
 
     @property
     def before(self) -> int:

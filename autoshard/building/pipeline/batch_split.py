@@ -34,7 +34,7 @@ from autoshard.planning.rules import strategies
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, is_head_tail, shard_dim
 from autoshard.runtime.errors import source_line
 from autoshard.runtime.graph_meta import DIFF
-from autoshard.runtime.operators import MEAN, SUM, own_tokens
+from autoshard.runtime.operators import MEAN, own_tokens
 
 
 @dataclass(frozen=True)
@@ -212,6 +212,7 @@ def _mixes(node: fx.Node, states: list[Any], reasons: list[str]) -> CaptureError
 
 aten = torch.ops.aten
 
+_SUM = 2  # at::Reduction
 _NAMES = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 _DEFAULTS: dict[str, Any] = {"weight": None, "reduction": MEAN, "ignore_index": -100}
 _NAME = "token_means"
@@ -288,7 +289,7 @@ def _rewrite(
             node,
             node.target,  # type: ignore[arg-type]
             (given["self"], given["target"]),
-            {**summed, "reduction": SUM},
+            {**summed, "reduction": _SUM},
             provenance=_NAME,
             value=node,
         )

@@ -6,7 +6,7 @@ Data-parallel ranks beside the stages of a pipeline: what they gather and reduce
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ def _runner(
     stored = [i for i, node in enumerate(places) if node in program.parameters]
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
-    others = _Others(program, results, made)
+    others = _others(program, results, made)
     written = program.microbatch.written
     around = len(rank.stages) > 1
     channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
@@ -330,24 +330,19 @@ def _call(
     return {**found, **beside, rank.loss: loss}
 
 
-class _Others:
-    """Outputs of a graph that depend on no parameter, or are one as it is read."""
+def _others(
+    program: PipelineProgram, results: Sequence[Any], made: Container[int]
+) -> Callable[[Sequence[Any], Sequence[Any]], dict[int, Any]]:
+    """What makes the outputs of a graph that depend on no parameter, or are one as it is read."""
+    nodes = {i: n for i, n in enumerate(results) if isinstance(n, fx.Node) and i not in made}
+    order = list(program.parameters)
+    read = {i: order.index(n) for i, n in nodes.items() if n in program.parameters}
+    shared = [i for i in nodes if i not in read]
+    graph = shared_graph(program.microbatch.serial, [nodes[i] for i in shared])
 
-    def __init__(
-        self, program: PipelineProgram, results: Sequence[Any], made: Mapping[int, Any] | set[int]
-    ) -> None:
-        serial = program.microbatch.serial
-        nodes = {i: n for i, n in enumerate(results) if isinstance(n, fx.Node) and i not in made}
-        order = list(program.parameters)
-        self.read = {i: order.index(n) for i, n in nodes.items() if n in program.parameters}
-        self.shared = [i for i in nodes if i not in self.read]
-        self.graph = shared_graph(serial, [nodes[i] for i in self.shared])
+    def found(values: Sequence[Any], stored: Sequence[Any]) -> dict[int, Any]:
+        with torch.no_grad():
+            of_graph = dict(zip(shared, graph(*values) if shared else ()))
+        return of_graph | {i: stored[at] for i, at in read.items()}
 
-    def __call__(self, values: Sequence[Any], stored: Sequence[Any]) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        if self.shared:
-            with torch.no_grad():
-                found.update(zip(self.shared, self.graph(*values)))
-        for i, at in self.read.items():
-            found[i] = stored[at]
-        return found
+    return found

@@ -1,6 +1,7 @@
 """One rank's part of a pipeline: its stage's graph compiled, its actions, what it lends."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from autoshard.runtime.pipeline import (
     Loan,
     PipelineResult,
     RankPipeline,
-    RankStage,
     StageProgram,
     ValueMeta,
 )
@@ -48,10 +48,10 @@ def rank_pipeline(
     return RankPipeline(
         axis=axis,
         stages=[
-            RankStage(
+            replace(
                 stage_program(program, number, inner, train),
-                [place[microbatch.parameters[i]] for i in stage.parameters],
-                [shared.index(i) for i in stage.shared],
+                parameters=[place[microbatch.parameters[i]] for i in stage.parameters],
+                shared=[shared.index(i) for i in stage.shared],
             )
             for number, stage in zip(numbers, own)
         ],
