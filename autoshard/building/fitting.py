@@ -9,7 +9,6 @@ operators do is learnt from each trial: it tells which choice of the next placem
 and passes over placements that would need too much with any.
 """
 
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from autoshard.building.planned import Planned, Unplanned
 from autoshard.compiling import Collective, collectives_of
 from autoshard.errors import ConfigError, PlanError, message
 from autoshard.memory import step_of, summary
-from autoshard.planning import JoinedChoices, Recomputation, inputs_of, strategy_text, target_name
+from autoshard.planning import JoinedChoices, Recomputation, fingerprint, inputs_of, strategy_text
 from autoshard.planning.chunked_loss import NEEDED
 from autoshard.planning.estimate import Frontier, footprint, frontier, held
 from autoshard.program import Program
@@ -354,12 +353,10 @@ def chunk_as_first(planned: Planned, remembered: Remembered) -> Planned:
 
 def _operators(planned: Planned) -> str:
     """A hash of a graph's operators and their strategies, whatever its shapes."""
-    text = hashlib.sha256()
-    for node in planned.serial.graph.nodes:
-        strategy = planned.decisions.strategies.get(node)
-        states = strategy_text(strategy) if strategy is not None else ""
-        text.update(f"{node.op} {node.name} {target_name(node)} {states}\n".encode())
-    return text.hexdigest()
+    strategies = planned.decisions.strategies
+    return fingerprint(
+        planned.serial, lambda node: strategy_text(strategies[node]) if node in strategies else ""
+    )
 
 
 def refuse_eager(budget: int, assumed: bool = False) -> None:

@@ -18,21 +18,21 @@ from autoshard.building.pipeline.microbatch import (
     with_kept_outputs,
     with_sums,
 )
-from autoshard.building.pipeline.stages import (
-    StagePlan,
-    cuts_of,
-    followed,
-    homes_of,
-    plan_stages,
-    with_stages,
-)
+from autoshard.building.pipeline.stages import StagePlan, followed, plan_stages, with_stages
 from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
 from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError
 from autoshard.passes import prepare
-from autoshard.planning import Plan, Recomputation, is_trained, value
+from autoshard.planning import (
+    PipelinePlan,
+    Plan,
+    Recomputation,
+    fingerprint,
+    is_trained,
+    value,
+)
 from autoshard.planning.cost import Cluster
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import (
@@ -215,6 +215,7 @@ def build_pipeline(
     """
     config.refuse({**Mesh(tuple(beside), None).sizes, "pp": ranks})
     config, asked = followed(config, Mesh(tuple(beside), None), ranks)
+    pipeline = asked.pipeline if asked is not None else None
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
     serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
     say_stored(serial, list(inputs), config)
@@ -248,7 +249,7 @@ def build_pipeline(
         if GIVEN in node.meta and node in batch:
             batch[with_rows(serial, node, samples)] = batch.pop(node)
     schedule, chunks = config.order
-    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, asked), chunks)
+    shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, pipeline), chunks)
     joins = False
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     with_sums(serial, parameters, counted)
@@ -256,7 +257,7 @@ def build_pipeline(
         microbatch = cut_batch(serial, parameters, batch, shape.microbatches)
     except CaptureError as error:
         whole = shape._replace(microbatches=1)
-        free = config.microbatches is None and (asked is None or asked.pipeline is None)
+        free = config.microbatches is None and pipeline is None
         if not free or whole == shape or not is_possible(schedule, whole):
             raise
         shape, joins = whole, True
@@ -280,7 +281,12 @@ def build_pipeline(
     shards = {axis.name: axis.size for axis in gathering_axes(beside)}
     shards.pop("dp_replicate", None)
     named = _named(parameters)
-    homes, cuts = {**homes_of(asked, named), **stored}, cuts_of(asked, microbatch)
+    homes, cuts = stored, None
+    if pipeline is not None:
+        said = {
+            node: pipeline.homes[name] for node, name in named.items() if name in pipeline.homes
+        }
+        homes, cuts = {**said, **stored}, pipeline.graphs.get(fingerprint(microbatch.local))
     plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
     return PipelineProgram(
         microbatch=microbatch,
@@ -347,15 +353,15 @@ def _batch(
     return {node: S(0) for node, size in sizes.items() if size == samples > 1}, samples
 
 
-def _microbatches(config: Config, samples: int, ranks: int, plan: Plan | None) -> int:
+def _microbatches(config: Config, samples: int, ranks: int, plan: PipelinePlan | None) -> int:
     asked, (schedule, _) = config.microbatches, config.order
     divisors = [
         n
         for n in range(1, samples + 1)
         if samples % n == 0 and is_possible(schedule, ScheduleShape(ranks, n))
     ]
-    if plan is not None and plan.pipeline is not None and plan.pipeline.microbatches in divisors:
-        return plan.pipeline.microbatches
+    if plan is not None and plan.microbatches in divisors:
+        return plan.microbatches
     if asked is None:
         return max(n for n in divisors if n <= max(1, IN_FLIGHT * ranks))
     if asked not in divisors:

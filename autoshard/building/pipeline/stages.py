@@ -259,18 +259,6 @@ def followed(config: Config, mesh: Mesh, ranks: int) -> tuple[Config, Plan | Non
     return config, plan
 
 
-def homes_of(plan: Plan | None, parameters: Mapping[fx.Node, str]) -> dict[fx.Node, int]:
-    """Where a plan stores parameters, of those that it names."""
-    asked = plan.pipeline.homes if plan is not None and plan.pipeline is not None else {}
-    return {node: asked[name] for node, name in parameters.items() if name in asked}
-
-
-def cuts_of(plan: Plan | None, microbatch: MicrobatchGraph) -> list[str] | None:
-    """The first operator of each stage but the first; None: the plan does not know the graph."""
-    asked = plan.pipeline if plan is not None else None
-    return None if asked is None else asked.graphs.get(fingerprint(microbatch.local))
-
-
 def with_stages(
     plan: Plan,
     stages: StagePlan,

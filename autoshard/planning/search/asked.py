@@ -15,7 +15,7 @@ whole and once are all there is; where no dp_shard is, once and twice.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -318,13 +318,17 @@ def _checked(node: fx.Node, name: str, state: State | None) -> State | None:
     return state
 
 
-def fingerprint(gm: fx.GraphModule) -> str:
-    """Names, operators and shapes of a graph: equal on every rank that captured the same one."""
+def _shape(node: fx.Node) -> tuple[str, ...]:
+    val = value(node)
+    return tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
+
+
+def fingerprint(gm: fx.GraphModule, of: Callable[[fx.Node], object] = _shape) -> str:
+    """Names and operators of a graph, and what is asked of each node, as a rule its shape: equal on
+    every rank that captured the same one."""
     text = hashlib.sha256()
     for node in gm.graph.nodes:
-        val = value(node)
-        shape = tuple(str(e) for e in val.shape) if isinstance(val, torch.Tensor) else ()
-        text.update(f"{node.op} {node.name} {target_name(node)} {shape}\n".encode())
+        text.update(f"{node.op} {node.name} {target_name(node)} {of(node)}\n".encode())
     return text.hexdigest()[:16]
 
 
