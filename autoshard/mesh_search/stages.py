@@ -13,6 +13,7 @@ hidden. On ep the rows of each micro-batch travel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -256,19 +257,19 @@ class GraphStages:
         return cheap_places(sent, _MOST_PLACES)
 
     @cached_property
-    def kept(self) -> tuple[list[int], list[int], list[dict[int, int]]]:
+    def kept(self) -> tuple[list[int], list[int], list[Counter[int]]]:
         """At each node: bytes kept for the backward, those there beside them while it is
         differentiated, and those computed again, by region of activation checkpointing."""
         place = {node: i for i, node in enumerate(self.nodes)}
         kept, beside = [0] * len(self.nodes), [0] * len(self.nodes)
-        again: list[dict[int, int]] = [{} for _ in self.nodes]
+        again: list[Counter[int]] = [Counter() for _ in self.nodes]
         for one, saved, repeated in self.frontier.kept():
             i = place[one.key[0]]
             kept[i] += saved
             if one.held:
                 beside[i] = max(beside[i], one.nbytes * (1 if saved else 2))
             if one.again >= 0:
-                again[i][one.again] = again[i].get(one.again, 0) + repeated
+                again[i][one.again] += repeated
         return kept, beside, again
 
     def _schedule(
@@ -365,10 +366,9 @@ class GraphStages:
         """The profile of the operators from a to b - 1, with the activations of `live`
         micro-batches. sent: by the operators of the whole graph."""
         kept, beside, again = self.kept
-        regions: dict[int, int] = {}
-        for each in again[a:b]:
-            for region, nbytes in each.items():
-                regions[region] = regions.get(region, 0) + nbytes
+        regions = Counter[int]()
+        for each in filter(None, again[a:b]):
+            regions.update(each)
         saved = SavedForBackward(
             saved=live * sum(kept[a:b]),
             transient=max(regions.values(), default=0) + max(beside[a:b], default=0),

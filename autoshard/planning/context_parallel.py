@@ -58,20 +58,14 @@ def attention_form(node: fx.Node, strategy: Strategy) -> str:
     return "by rows" if _splits_attention(node, strategy) else "whole on every rank"
 
 
-class WeightsOnly:
-    """Which values of a graph are made of parameters alone, told node by node in its order."""
-
-    def __init__(self, parameters: Collection[fx.Node]) -> None:
-        self._found: set[fx.Node] = set(parameters)
-
-    def __contains__(self, node: fx.Node) -> bool:
-        return node in self._found
+class WeightsOnly(set[fx.Node]):
+    """The values of a graph that are made of parameters alone, told node by node in its order."""
 
     def note(self, node: fx.Node) -> None:
         """Take in the next node of the graph."""
         sources = node.all_input_nodes
-        if node.op == "call_function" and sources and all(n in self._found for n in sources):
-            self._found.add(node)
+        if node.op == "call_function" and sources and self.issuperset(sources):
+            self.add(node)
 
 
 def stored_by_rows(node: fx.Node, states: Sequence[State]) -> list[State]:

@@ -200,7 +200,10 @@ class Builder:
         val = value(node)
         if isinstance(val, torch.Tensor):
             shape = tuple(e if type(e) is int else (str(e), cost.hint(e)) for e in val.shape)
-            made_of = (self._weighted.get(node), self._weights and node in self._weights)
+            made_of = (
+                self._weighted.get(node),
+                node in (self._weights or ()),
+            )
             return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))
 

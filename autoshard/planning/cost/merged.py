@@ -19,6 +19,7 @@ product and a gradient is the sum of several (of q, k and v), their factors are 
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -78,10 +79,7 @@ def aligned(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
     Buckets of parameters have no padding: each weight is copied out of its bucket, whose layout is
     by ranks, and the copy is aligned by itself.
     """
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _ALIGNED) * _ALIGNED
+    *starts, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
     if ranks == 1:
         return starts, starts[-1] + sizes[-1] if sizes else 0
     multiple = math.lcm(ranks, 128) // ranks

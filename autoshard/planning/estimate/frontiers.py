@@ -297,26 +297,21 @@ class _Length:
         """A point for each price, and for each border between two."""
         count = self.choices.count
         for which, one in enumerate(self.sums):
-            cheap, away = list(accumulate(one.kept)), list(accumulate(one.sent))
-            # by segment: the most from there on, above what is kept before it
-            rest = [0] * (count + 1)
-            for k in range(count - 1, -1, -1):
-                rest[k] = max(cheap[k] + one.again[k], rest[k + 1])
             last = which + 1 == len(self.sums)
             dear = one if last else self.sums[which + 1]
-            kept, sent, most, seconds = 0, 0, 0, sum(one.seconds)
-            for border in range(1 if last else count):
-                if border:
-                    k = border - 1
-                    kept += dear.kept[k]
-                    sent += dear.sent[k]
-                    most = max(most, kept + dear.again[k])
-                    seconds += dear.seconds[k] - one.seconds[k]
-                before = cheap[border - 1] if border else 0
-                host = away[-1] + sent - (away[border - 1] if border else 0)
-                peak = max(most, rest[border] - before + kept)
-                total = kept + cheap[-1] - before
-                yield Point(peak, seconds, total, host, length, which, border)
+            cheap, kept = ([0, *accumulate(each.kept)] for each in (one, dear))
+            away, sent = ([0, *accumulate(each.sent)] for each in (one, dear))
+            # the most of the segments before each, and from there on, above what is kept before
+            most = [0, *accumulate(map(sum, zip(kept[1:], dear.again)), max)]
+            ahead = list(map(sum, zip(cheap[1:], one.again)))[::-1]
+            rest = [0, *accumulate(ahead, max)][::-1]
+            more = (b - a for a, b in zip(one.seconds, dear.seconds))
+            seconds = accumulate(more, initial=sum(one.seconds))
+            for border, took in zip(range(1 if last else count), seconds):
+                before = kept[border] - cheap[border]
+                peak = max(most[border], rest[border] + before)
+                host = sent[border] + away[-1] - away[border]
+                yield Point(peak, took, cheap[-1] + before, host, length, which, border)
 
     def bound(self, kept: int, host: bool) -> float:
         """The least seconds of any choice that keeps at most `kept` bytes: the best of the bounds

@@ -26,10 +26,11 @@ least twice what is alive at the border; none lies inside a region of the user's
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,7 @@ def segments_of(values: Sequence[RankValue]) -> list[int]:
                 lowest, falls = i, True
     inside = _inside_regions(values)
     borders = [border for border in borders if border not in inside]
-    found, segment = [], 0
-    for i in range(len(values)):
-        if segment < len(borders) and i == borders[segment]:
-            segment += 1
-        found.append(segment)
-    return found
+    return [bisect_right(borders, i) for i in range(len(values))]
 
 
 def merged(segments: Sequence[int], count: int) -> list[int]:
@@ -98,11 +94,7 @@ def _alive(values: Sequence[RankValue]) -> list[int]:
         if last[i] > i:
             change[i + 1] += one.nbytes
             change[last[i] + 1] -= one.nbytes
-    alive, total = [], 0
-    for i in range(len(values)):
-        total += change[i]
-        alive.append(total)
-    return alive
+    return list(accumulate(change[:-1]))
 
 
 #: Femtoseconds, in which costs are whole numbers: sums do not depend on the order of additions.
@@ -182,10 +174,6 @@ class Choices:
     ) -> None:
         self.values, self.segments = values, segments
         self.count = segments[-1] + 1 if segments else 0
-        self.compute = [0.0] * self.count
-        """By segment: seconds of its forward, beside which transfers run."""
-        for one, segment in zip(values, segments):
-            self.compute[segment] += one.seconds
         self.crosses = _crossing(values, segments)
         self.places = np.array(segments, np.intp)
         self.sizes = np.array([one.nbytes for one in values], float)
@@ -193,6 +181,8 @@ class Choices:
         self.made = self.sizes * [one.held for one in values] + self.inner
         """Bytes that are there where a value is computed again."""
         self.seconds = np.array([one.seconds for one in values], float)
+        self.compute = self.by_segment(self.seconds)
+        """By segment: seconds of its forward, beside which transfers run."""
         self.transfers = np.array([one.transfer for one in values], float)
         fixed = [one.needed and self._stays(i) for i, one in enumerate(values)]
         self._fixed = np.array(fixed, bool)

@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from autoshard.planning.cost import COLLECTIVES, tensor_bytes
-from autoshard.planning.sizes import count, is_one, same_shape, why_not
+from autoshard.planning.rules.reductions import of_classes
+from autoshard.planning.sizes import is_one, same_shape, why_not
 from autoshard.planning.strategy import ImplCollective, Strategy, in_state, operands, results, value
 from autoshard.runtime.collectives import Axis, I, P, R, S, State, change_steps, redistribute
 from autoshard.runtime.collectives import shard_dim as dim_of
@@ -127,9 +128,7 @@ def _mean_loss(node: fx.Node, n: int) -> Iterator[Strategy]:
             if op is not torch.ops.aten.cross_entropy_loss.default:
                 yield Strategy((S(dim), I, *whole), P, impl)
                 continue
-            tokens = max(4, scores.element_size()) * count(target.shape)
-            sums = 3 if len(node.args) > 5 and node.args[5] else 2
-            traffic = tuple(ImplCollective("all_reduce", b) for b in (tokens, sums * tokens))
+            traffic = of_classes(scores, target, bool(node.args[5:] and node.args[5]))
             yield Strategy((S(dim), I, *whole), I, impl, traffic)
 
 

@@ -4,6 +4,8 @@ Losses over classes are sharded by tokens, or by classes without ever gathering 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from autoshard.planning.rules.call import OpCall, differentiable
 from autoshard.planning.rules.views import along, except_dims, reducing
 from autoshard.planning.sizes import count, hint, same_shape
@@ -69,6 +71,15 @@ def normalized_over(dim_impl: Callable[..., Any]) -> Callable[[OpCall], Iterator
 SUM = 2  # at::Reduction
 
 
+def of_classes(
+    scores: torch.Tensor, target: torch.Tensor, smooth: bool
+) -> tuple[ImplCollective, ...]:
+    """What a cross entropy sends whose classes are split: the maximum of each token, and sums."""
+    tokens = max(4, scores.element_size()) * count(target.shape)
+    sizes = (tokens, (3 if smooth else 2) * tokens)
+    return tuple(ImplCollective("all_reduce", nbytes) for nbytes in sizes)
+
+
 def classified(
     by_classes: Callable[..., Any], output: str
 ) -> Callable[[OpCall], Iterator[Strategy]]:
@@ -90,11 +101,9 @@ def classified(
         elif call.fits(extent, label):
             impl = Bound.of(by_classes, classes=extent)
             states = {"self": S(classes), "target": I, "weight": I}
-            tokens = max(4, scores.element_size()) * count(target.shape)
-            sums = 3 if call.get("label_smoothing") else 2
-            sizes = (tokens, sums * tokens)
-            traffic = [ImplCollective("all_reduce", nbytes) for nbytes in sizes]
-            yield call.strategy(states, output, impl, traffic if output == I else [])
+            smooth = bool(call.get("label_smoothing"))
+            traffic = of_classes(scores, target, smooth) if output == I else ()
+            yield call.strategy(states, output, impl, traffic)
         for d in call.split_dims(scores.shape, classes):
             t = d - (d > classes)
             states = {"self": S(d), "target": S(t), "weight": I}

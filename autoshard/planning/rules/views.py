@@ -266,19 +266,12 @@ def joined(call: OpCall) -> Iterator[Strategy]:
         yield call.strategy({"tensors": [P] * len(tensors)}, P)
 
 
-_SIZES = {
-    "aten.reshape": 1,
-    "aten.view": 1,
-    "aten._unsafe_view": 1,
-    "aten.expand": 1,
-    "aten.view_copy": 1,
-    "aten.expand_copy": 1,
-    "aten.reshape_copy": 1,
-    "aten._reshape_alias": 1,
-    "aten.new_zeros": 1,
-    "aten.new_ones": 1,
-    "aten.new_full": 1,
-}
+_SIZES = (
+    "reshape view _unsafe_view expand view_copy expand_copy reshape_copy _reshape_alias new_zeros "
+    "new_ones new_full"
+)
+_OF_SIZES = {f"aten.{name}" for name in _SIZES.split()}
+"""Operators whose second argument is the shape of the result."""
 
 
 def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
@@ -290,8 +283,8 @@ def size_entry(node: fx.Node, dim: int) -> tuple[int, int] | None:
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = str(target.overloadpacket)
-    if name in _SIZES and target._overloadname != "dtype":
-        return _SIZES[name], dim
+    if name in _OF_SIZES and target._overloadname != "dtype":
+        return 1, dim
     if name == "aten.repeat":  # the times of a dim that has one entry are its size
         times: Any = node.args[1]
         return (1, dim) if same(times[dim], value(node).shape[dim]) else None

@@ -361,12 +361,9 @@ def _within_budget(
     )
     best, others = found[0], tuple(one.decisions for one in found[1:])
     chosen = replace(best.decisions, others=others, unbudgeted=decided[0])
-    if best.least <= budget:
+    if best.least <= budget or not request.budget_is_known:
         return chosen
-    trains = is_trained(gm)
-    if not request.budget_is_known:
-        return chosen
-    if not trains or best.resident > budget:
+    if not is_trained(gm) or best.resident > budget:
         ranks = f" on {n} ranks of {request.axis}" if n > 1 else ""
         raise PlanError(
             f"no plan fits a memory budget of {budget:,} bytes a rank{ranks}: parameters, "

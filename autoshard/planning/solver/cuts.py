@@ -23,7 +23,7 @@ def minimum_cut(size: int, edges: Iterable[Edge], source: int, sink: int) -> lis
     while True:
         level = _levels(size, ends, left, out, source)
         if level[sink] < 0:
-            return _reaching(size, ends, left, out, sink)
+            return [steps >= 0 for steps in _levels(size, ends, left, out, sink, back=1)]
         position = [0] * size
         while flow := _path(ends, left, out, level, position, source, sink):
             if flow >= UNCUT:
@@ -44,33 +44,19 @@ def _residual(size: int, edges: Iterable[Edge]) -> tuple[list[int], list[int], l
 
 
 def _levels(
-    size: int, ends: list[int], left: list[int], out: list[list[int]], source: int
+    size: int, ends: list[int], left: list[int], out: list[list[int]], start: int, back: int = 0
 ) -> list[int]:
-    """Steps from the source along edges that have something left; -1 where there is no way."""
+    """Steps from a vertex along edges that have something left, or with `back` against them; -1
+    where there is no way."""
     level = [-1] * size
-    level[source] = 0
-    queue = [source]
+    level[start] = 0
+    queue = [start]
     for vertex in queue:
         for edge in out[vertex]:
-            if left[edge] and level[ends[edge]] < 0:
+            if left[edge ^ back] and level[ends[edge]] < 0:
                 level[ends[edge]] = level[vertex] + 1
                 queue.append(ends[edge])
     return level
-
-
-def _reaching(
-    size: int, ends: list[int], left: list[int], out: list[list[int]], sink: int
-) -> list[bool]:
-    """Whether there is a way from each vertex to the sink along edges that have something left."""
-    found = [False] * size
-    found[sink] = True
-    queue = [sink]
-    for vertex in queue:
-        for edge in out[vertex]:
-            if left[edge ^ 1] and not found[ends[edge]]:
-                found[ends[edge]] = True
-                queue.append(ends[edge])
-    return found
 
 
 def _path(

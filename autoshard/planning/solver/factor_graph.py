@@ -14,7 +14,7 @@ gives the same assignment in every process.
 import itertools
 import math
 import string
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -232,12 +232,9 @@ class FactorGraph:
                     "Offer fewer values for these.",
                     {v: int(domains[v][0]) for v in cutset or widest[:1]},
                 )
-            count = [0] * len(sizes)
-            for bucket, size in zip(buckets, entries, strict=True):
-                if size > self._table_limit:
-                    for variable in bucket:
-                        count[variable] += 1
-            cutset += (max(range(len(sizes)), key=lambda v: (count[v], -v)),)
+            large = (b for b, size in zip(buckets, entries) if size > self._table_limit)
+            count = Counter(v for bucket in large for v in bucket)
+            cutset += (max(count, key=lambda v: (count[v], -v)),)
 
     def _factors(self, domains: list[NDArray[np.intp]]) -> list[Factor]:
         """The factors over values that survive, without variables of one value."""
