@@ -11,7 +11,7 @@ not depend on a batch.
 
 import hashlib
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from autoshard.building.batch_check import batch_shapes
 from autoshard.building.one_rank import build_program
 from autoshard.compiling import settings
 from autoshard.config import Config
-from autoshard.planning import fingerprint, strategy_text, target_name, value
+from autoshard.planning import fingerprint, target_name, value
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -152,7 +152,9 @@ def agree_on_data_axes(
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
         whole = [*own.job, *own.parameters, *own.nodes]
-        graph = [shapes, digest_of(own.operators)], sorted(set(_floats(serial.graph)))
+        given = ((n.args, n.kwargs, default_floats(n)) for n in serial.graph.nodes)
+        floats = {each for each in pytree.tree_leaves(list(given)) if type(each) is float}
+        graph = [shapes, digest_of(own.operators)], sorted(floats)
         for axis in axes:
             given = [*graph, digest_of(whole)]
             found = combined(given, "graph", axis, _together, alike=True, note=note)
@@ -183,13 +185,6 @@ def _lines_of_models(models: Sequence[nn.Module], constants: Container[float]) -
         if type(each) is float and each in constants
     }
     return [*lines_of(parameters), *sorted(attributes)]
-
-
-def _floats(graph: fx.Graph) -> Iterator[Any]:
-    for node in graph.nodes:
-        for each in pytree.tree_leaves((node.args, node.kwargs, default_floats(node))):
-            if type(each) is float:
-                yield each
 
 
 def device_room(device: str) -> int | None:
@@ -310,13 +305,8 @@ def _plan_lines(program: Program) -> list[str]:
         lines.append(f"parameter {name}: {program.plan.parameters[name]} {choice}".rstrip())
     copies = program.plan.graphs[fingerprint(program.serial)].copies
     lines += [f"copy of {name}: {state}" for name, state in copies.items()]
-    made = [(program.axis.name, program.decisions)]
-    if program.outer is not None:
-        made.append((program.outer.axis.name, program.outer.decisions))
-    for on, decisions in made:
-        found = decisions.strategies.items()
-        lines += [f"{node.name} on {on}: {strategy_text(one)}" for node, one in found]
-    return lines
+    outer = [] if program.outer is None else program.outer.decisions.lines()
+    return [*lines, *program.decisions.lines(), *outer]
 
 
 def unplanned_parameters(

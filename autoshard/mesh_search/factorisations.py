@@ -74,7 +74,7 @@ def combined(
 
 def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
     """The axes of a mesh that is asked for. Raises ConfigError where it does not fit the world."""
-    inner = beside_pp(mesh)
+    inner = {name: size for name, size in mesh.items() if name != "pp"} or {"tp": 1}
     sizes = offline_mesh(inner, 0).sizes
     if mesh.get("pp", 1) > 1:
         offline_mesh({"pp": mesh["pp"]}, 0)
@@ -86,11 +86,6 @@ def checked(mesh: Mapping[str, int], world: int) -> AxisSizes:
             remedy="Give sizes whose product is the world.",
         )
     return sizes
-
-
-def beside_pp(mesh: Mapping[str, int]) -> AxisSizes:
-    """The mesh of one stage."""
-    return {name: size for name, size in mesh.items() if name != "pp"} or {"tp": 1}
 
 
 def refusal(mesh: Mapping[str, int], mixture: bool = False) -> str:

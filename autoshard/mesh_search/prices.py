@@ -156,11 +156,6 @@ def _axes(row: MeshPrice) -> tuple[int, ...]:
     return tuple(row.mesh.get(name, 1) for name in ("pp", "ep", "cp", "tp"))
 
 
-def _rank(one: tuple[Profile, Footprint, Timing, PipelinePrice], limit: int) -> tuple[bool, float]:
-    """Of two orders of a pipeline the better: one that fits, then the quicker."""
-    return one[1].total > limit, one[2].step
-
-
 class MeshPrices:
     """The profile of one planned graph, as it is and with what is computed again."""
 
@@ -189,11 +184,9 @@ class MeshPrices:
     @cached_property
     def by_chunks(self) -> Profile:
         """The profile with losses as they are where a step does not fit otherwise."""
-        return (
-            self.free
-            if _alike(self.smaller, self.planned.decisions)
-            else self._profile(self.smaller)
-        )
+        each = (self.smaller, self.planned.decisions)
+        one, other = (chunks_of(decisions.losses).gradients.keys() for decisions in each)
+        return self.free if one == other else self._profile(self.smaller)
 
     def following(self, decisions: Decisions) -> MeshPrices:
         """The prices of another plan of the graph."""
@@ -237,7 +230,8 @@ class MeshPrices:
             self.stages.price(mesh, self.asked.layout(mesh), training, count, limit, order)
             for order in orders
         )
-        found = min(filter(None, every), key=lambda one: _rank(one, limit), default=None)
+        some = sorted(filter(None, every), key=lambda one: (one[1].total > limit, one[2].step))
+        found = next(iter(some), None)  # one that fits, then the quicker
         if found is None and alone:
             chunks = self.asked.orders[0][1]
             raise PlanError(
@@ -350,11 +344,6 @@ class MeshPrices:
         spared = max(0, free.activations.saved - chosen.kept)
         chosen = replace(chosen, spared=spared)
         return with_recomputation(free, chosen), chosen
-
-
-def _alike(one: Decisions, other: Decisions) -> bool:
-    """Whether the same losses go by chunks."""
-    return chunks_of(one.losses).gradients.keys() == chunks_of(other.losses).gradients.keys()
 
 
 def _utilisation(one: Profile, layout: Layout, step: float, batches: int | None) -> float:

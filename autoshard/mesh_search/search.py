@@ -302,7 +302,9 @@ def search_captured(
                 continue  # an option that these axes do not have together
             placements = Placements(choices)
             for mesh in some:
-                if keys[at := _key(mesh)] != key or not _is_useful(mesh, choices, asked.meshes):
+                # with ep no more than its neighbour where rows do not travel to experts
+                travels = mesh.get("ep", 1) == 1 or choices.free.exchanges
+                if keys[at := _key(mesh)] != key or not (asked.meshes == 1 or travels):
                     continue
                 row = choices.staged(mesh) if "pp" in mesh else choices.row(mesh)
                 if row is None or (at in rows and not row.is_quicker(rows[at])):
@@ -381,12 +383,6 @@ def prices_of(
 
 def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(mesh.items()))
-
-
-def _is_useful(mesh: AxisSizes, choices: MeshPrices, of: int) -> bool:
-    """Whether a mesh is more than its neighbour: with ep, whether rows travel to experts. What is
-    asked for alone is priced."""
-    return of == 1 or mesh.get("ep", 1) == 1 or bool(choices.free.exchanges)
 
 
 def _steps(sizes: Collection[object], meshes: Sequence[AxisSizes]) -> int:

@@ -146,6 +146,11 @@ class Decisions:
         is not kept between the two."""
         return source in self.stored and self.prices.gathers_again(source, have, want)
 
+    def lines(self) -> list[str]:
+        """The strategy of each operator, as ranks compare them."""
+        made, on = self.strategies.items(), self.prices.name
+        return [f"{node.name} on {on}: {strategy_text(one)}" for node, one in made]
+
     def graph_plan(self) -> GraphPlan:
         """The decisions as text, without the nodes that had no choice."""
         nodes = {

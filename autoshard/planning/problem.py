@@ -200,10 +200,7 @@ class Builder:
         val = value(node)
         if isinstance(val, torch.Tensor):
             shape = tuple(e if type(e) is int else (str(e), cost.hint(e)) for e in val.shape)
-            made_of = (
-                self._weighted.get(node),
-                node in (self._weights or ()),
-            )
+            made_of = (self._weighted.get(node), node in (self._weights or ()))
             return (shape, val.dtype, bool(node.meta.get(DIFF)), *made_of)
         return (type(val).__name__, str(val))
 

@@ -31,7 +31,6 @@ from autoshard.planning import (
     is_trained,
     plan_graph,
     producer,
-    strategy_text,
     value,
     value_text,
     with_graph,
@@ -150,13 +149,9 @@ def _parameters(microbatch: MicrobatchGraph) -> dict[fx.Node, fx.Node]:
 def _planned(
     microbatch: MicrobatchGraph, local: fx.GraphModule, decisions: Decisions, axis: Axis
 ) -> MicrobatchGraph:
-    lines = [
-        f"{node.name} on {axis.name}: {strategy_text(one)}"
-        for node, one in decisions.strategies.items()
-    ]
     return replace(
         microbatch,
         local=local,
         shards=[(axis, list(local.meta[OUTPUT_STATES])), *microbatch.shards],
-        plan=[*microbatch.plan, *lines],
+        plan=[*microbatch.plan, *decisions.lines()],
     )

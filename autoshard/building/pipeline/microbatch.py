@@ -234,9 +234,9 @@ class _Core:
         own = self.split.own
         live = reached(results, lambda node: [n for n in node.all_input_nodes if n in own])
         self.parameters = [node for node in self.parameters if node in live]
-        for node in self.parameters:
-            self._placeholder(node, self.split.strategies[node].output)
         last = self.graph.output(())
+        for node in self.parameters:
+            self.made[node] = self._input(node, self.split.strategies[node].output)
         for node in self.serial.graph.nodes:
             if node in live and node.op == "call_function":
                 if symbols(node.meta.get("val")):
@@ -255,11 +255,12 @@ class _Core:
         outputs = [self.split.state(node) for node in results]  # no value changes its state
         return gm, Decisions(strategies=self.strategies, outputs=outputs, prices=cast(Any, None))
 
-    def _placeholder(self, node: fx.Node, state: Any) -> fx.Node:
-        new = self.graph.placeholder(node.name)
-        new.meta = dict(node.meta)
+    def _input(self, node: fx.Node, state: Any, **meta: Any) -> fx.Node:
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            new = self.graph.placeholder(node.name)
+        new.meta = {**node.meta, **meta}
         self.strategies[new] = Strategy((), state)
-        self.made.setdefault(node, new)
         return new
 
     def _operator(self, node: fx.Node) -> None:
@@ -298,7 +299,7 @@ class _Core:
         return strategy._replace(inputs=states, impl=impl), self._shared_once(starts, S(0))
 
     def _shared_once(self, node: fx.Node, state: State) -> fx.Node:
-        self.taken[node, state] = self._shared_placeholder(node, state)
+        self.taken[node, state] = self._input(node, state, **{DIFF: False})
         return self.taken[node, state]
 
     def _read(self, user: fx.Node, node: fx.Node, want: State | None) -> fx.Node:
@@ -316,14 +317,6 @@ class _Core:
             )
         key = node, want if shard_dim(want) is not None else "I"
         return self.taken.get(key) or self._shared_once(*key)
-
-    def _shared_placeholder(self, node: fx.Node, state: State) -> fx.Node:
-        first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        with self.graph.inserting_before(first):
-            new = self.graph.placeholder(node.name)
-        new.meta = {**node.meta, DIFF: False}
-        self.strategies[new] = Strategy((), state)
-        return new
 
 
 def _device(node: fx.Node) -> torch.device:

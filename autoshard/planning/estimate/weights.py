@@ -128,11 +128,6 @@ class Training:
         narrow = self.recipe == "pure" or (self.recipe == "master" and self.states == "host")
         return itemsize if narrow else 4
 
-    def all_state(self, itemsize: int, moments: int) -> int:
-        """Bytes of optimizer state of one element, wherever it is."""
-        each = itemsize if self.recipe == "pure" else 4
-        return moments * each + (4 if self.recipe == "master" else 0)
-
     def sent(self, itemsize: int, reduced: int | None) -> int:
         """Bytes of one element of a gradient while it is reduced. reduced: where that is told."""
         return self.gradient(itemsize) if reduced is None else reduced
@@ -249,7 +244,8 @@ class Weight:
 
     def states(self, training: Training) -> int:
         """Bytes of optimizer state of one element, wherever it is."""
-        return training.all_state(self.kept, self.work(training).moments)
+        each = self.kept if training.recipe == "pure" else 4
+        return self.work(training).moments * each + 4 * (training.recipe == "master")
 
     @property
     def kept(self) -> int:
