@@ -152,8 +152,8 @@ def agree_on_data_axes(
         shapes = batch_shapes(inputs)
         note = f"{shapes}; requires_grad of {changed[0]} was set" if changed else shapes
         whole = [*own.job, *own.parameters, *own.nodes]
-        given = ((n.args, n.kwargs, default_floats(n)) for n in serial.graph.nodes)
-        floats = {each for each in pytree.tree_leaves(list(given)) if type(each) is float}
+        constants = [(n.args, n.kwargs, default_floats(n)) for n in serial.graph.nodes]
+        floats = {each for each in pytree.tree_leaves(constants) if type(each) is float}
         graph = [shapes, digest_of(own.operators)], sorted(floats)
         for axis in axes:
             given = [*graph, digest_of(whole)]

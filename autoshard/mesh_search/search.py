@@ -50,9 +50,9 @@ from autoshard.mesh_search.factorisations import (
     planned_axes,
 )
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
-from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint, value
+from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint
 from autoshard.planning.chunked_loss import chunking_of
-from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster, numel
+from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import Training
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import PLANNED, offline_mesh
@@ -113,11 +113,8 @@ class Placements:
 
     def _least_states(self, mesh: AxisSizes) -> float:
         """Bytes of parameters and of what trains them, if all ranks shared each."""
-        weights = {one.name: one for one in self.first.free.weights}
-        total = sum(
-            sum(weights[name].holds(numel(value(node)), self.first.training))
-            for node, name in self.first.planned.parameters.items()
-        )
+        training, weights = self.first.training, self.first.free.weights
+        total = sum(sum(one.holds(math.prod(one.whole_shape), training)) for one in weights)
         return total / (self.first.n * self.first.asked.layout(mesh).shard)
 
 

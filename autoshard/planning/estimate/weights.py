@@ -128,10 +128,6 @@ class Training:
         narrow = self.recipe == "pure" or (self.recipe == "master" and self.states == "host")
         return itemsize if narrow else 4
 
-    def sent(self, itemsize: int, reduced: int | None) -> int:
-        """Bytes of one element of a gradient while it is reduced. reduced: where that is told."""
-        return self.gradient(itemsize) if reduced is None else reduced
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -369,8 +365,11 @@ def weight_of(node: fx.Node, at: State, n: int, **more: Any) -> Weight:
 
 def sent_bytes(weights: Iterable[Weight], part: Callable[[Weight], int], training: Training) -> int:
     """Bytes of the gradients of parts of weights while they are reduced. part: elements of each."""
-    trained = (one for one in weights if one.trained)
-    return sum(part(one) * training.sent(one.itemsize, one.reduced) for one in trained)
+    return sum(
+        part(one) * (training.gradient(one.itemsize) if one.reduced is None else one.reduced)
+        for one in weights
+        if one.trained
+    )
 
 
 def buckets(weights: Sequence[Weight], layout: Layout) -> list[list[Weight]]:
