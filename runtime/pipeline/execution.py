@@ -26,12 +26,10 @@ from autoshard.runtime.lazy_parts import FetchedWhole
 from autoshard.runtime.pipeline.channel import GroupChannel, ValueMeta
 from autoshard.runtime.pipeline.schedules import Action, forwards
 from autoshard.runtime.pipeline.stage import StageProgram, StageRun
-from autoshard.runtime.pipeline.step import Withheld
+from autoshard.runtime.pipeline.step import Gradients, Withheld
 
 Outputs = dict[int, Any]
 """By their position among those of the model."""
-
-Gradients = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class RankPipeline:
             self.graded = torch.tensor(has, dtype=torch.int32, device=device)
             dist.all_reduce(self.graded, op=dist.ReduceOp.MAX, group=group)
             self.graded = self.graded.cpu()
-        found: Gradients = []
+        found: list[torch.Tensor | None] = []
         for i, (parameter, home) in enumerate(zip(parameters, self.homes)):
             gradient = own.get(i)
             if not parameter.requires_grad or not self.graded[i]:
