@@ -12,6 +12,7 @@ and passes over placements that would need too much with any.
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -129,7 +130,8 @@ def fit(
     except BudgetTooSmall as small:
         told = small
     while True:
-        other = asked.within(told.needed).plan()
+        request = replace(asked.request, memory_budget=told.needed)
+        other = replace(asked, request=request).plan()
         try:
             _Fitting(asked, build, told.needed, assumed, {}).run(other)
         except BudgetTooSmall as larger:

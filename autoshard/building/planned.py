@@ -124,10 +124,6 @@ class Unplanned:
     config: Config
     machine: Machine
 
-    def within(self, budget: int) -> Unplanned:
-        """The same under another memory budget."""
-        return replace(self, request=replace(self.request, memory_budget=budget))
-
     def plan(self) -> Planned:
         """Plan the graph; of a mesh with two planned axes, that of a rank of the outer one."""
         serial, request, mesh, data = self.serial, self.request, self.mesh, self.data

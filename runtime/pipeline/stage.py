@@ -105,7 +105,8 @@ class StageRun:
         if action.work == "F":
             self._forward(action.microbatch)
         elif action.work == "W":
-            self._by_weights(action.microbatch)
+            assert self.program.parts is not None
+            self.program.parts.by_weights(self._late.pop(action.microbatch), self._sums())
         else:
             self._backward(action.microbatch)
         self.done.append(action)
@@ -196,10 +197,6 @@ class StageRun:
         if roots and leaves:
             found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
         return dict(zip(read, found))
-
-    def _by_weights(self, k: int) -> None:
-        assert self.program.parts is not None
-        self.program.parts.by_weights(self._late.pop(k), self._sums())
 
     def _sums(self) -> list[torch.Tensor]:
         """Aliases of the sums: two forwards may precede one backward, see `summed`."""

@@ -195,8 +195,8 @@ def _chain(
         update=2 / machine.device.memory_bandwidth,  # read and written
         homes=homes,
         again=[
-            (one.part, one.beside, one.seconds / (1 + BACKWARD))
-            for one in (trade.steps if trade is not None else ())
+            (part, beside, more / (1 + BACKWARD))
+            for part, beside, more in (trade.steps if trade is not None else ())
         ],
     )
 

@@ -20,6 +20,7 @@ is charged alike.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,14 +254,9 @@ def _product(left: int) -> Callable[[Sequence[Any], Any], int]:
     return lambda args, out: 2 * numel(out) * hint(args[left].shape[-1])
 
 
-def _convolution(args: Sequence[Any], out: Any) -> int:
+def _convolution(args: Sequence[Any], out: Any, transposed: bool = False) -> int:
     weight = args[1]
-    return 2 * numel(out) * numel(weight) // hint(weight.shape[0])
-
-
-def _transposed_convolution(args: Sequence[Any], out: Any) -> int:
-    weight = args[1]
-    return 2 * numel(args[0]) * numel(weight) // hint(weight.shape[0])
+    return 2 * numel(args[0] if transposed else out) * numel(weight) // hint(weight.shape[0])
 
 
 def _attention(args: Sequence[Any], out: Any) -> int:
@@ -337,11 +333,11 @@ _FLOPS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys((_aten.conv1d, _aten.conv2d, _aten.conv3d), _convolution),
     **dict.fromkeys(
         (_aten.conv_transpose1d, _aten.conv_transpose2d, _aten.conv_transpose3d),
-        _transposed_convolution,
+        partial(_convolution, transposed=True),
     ),
     **dict.fromkeys(
         (_aten.convolution, _aten._convolution),
-        lambda args, out: (_transposed_convolution if args[6] else _convolution)(args, out),
+        lambda args, out: _convolution(args, out, args[6]),
     ),
     **dict.fromkeys((_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu), _recurrent),
     **dict.fromkeys(ATTENTION, _attention),

@@ -182,11 +182,9 @@ LAYERS: dict[str, RuleEntry] = {
     ),
     **_aten("lstm.input gru.input rnn_tanh.input rnn_relu.input", layers.recurrent),
     **{f"aten.max_pool{k}d": along(except_last(k), linear=False) for k in (1, 2, 3)},
-    **{f"aten.avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
-    **{f"aten.adaptive_avg_pool{k}d": along(except_last(k)) for k in (1, 2, 3)},
     **{
         f"aten.{kind}{k}d": along(except_last(k))
-        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for kind in ("avg_pool", "adaptive_avg_pool", "upsample_nearest", "_upsample_nearest_exact")
         for k in (1, 2, 3)
     },
     "aten.upsample_linear1d": along(except_last(1)),

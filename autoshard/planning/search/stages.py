@@ -11,7 +11,6 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -59,22 +58,13 @@ def cheap_places(sent: Mapping[int, int], most: int) -> list[int]:
     return few[:: math.ceil(len(few) / most)]  # of equal ones, from all of the graph
 
 
-class TradeStep(NamedTuple):
-    """part: of the bytes that are kept where nothing that takes time is computed again; beside:
-    bytes that are there beside those, at the worst moment; seconds: for one of the forward."""
-
-    part: float
-    beside: float
-    seconds: float
-
-
 @dataclass(frozen=True)
 class PartTrade:
     """kept: bytes of each value, by `value_text`, where nothing that takes time is computed again.
-    steps: by rising seconds."""
+    steps: as `Chain.again` has them, with the seconds for one of the forward."""
 
     kept: dict[str, int]
-    steps: tuple[TradeStep, ...]
+    steps: tuple[tuple[float, float, float], ...]
 
 
 def part_trade(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluster) -> PartTrade:
@@ -94,7 +84,7 @@ def part_trade(gm: fx.GraphModule, decisions: Decisions, n: int, cluster: Cluste
     return PartTrade(
         kept,
         tuple(
-            TradeStep((one.kept - last) / most, one.peak - one.kept, one.seconds / forward)
+            ((one.kept - last) / most, one.peak - one.kept, one.seconds / forward)
             for one in [*few, *points[-1:]]
         ),
     )
