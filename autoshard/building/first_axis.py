@@ -56,6 +56,11 @@ class LaidOut:
     request: Request
     decisions: Decisions
 
+    @property
+    def seconds(self) -> float:
+        """Of a step, as the planner charges it, whatever the budget."""
+        return self.decisions.compared
+
     def estimate(self, decisions: Decisions) -> PlanEstimate:
         """What a step takes and needs with a plan of the inner axis, under the memory budget."""
         budget = self.request.memory_budget
@@ -164,7 +169,7 @@ def lay_out(
     if found.outer.gap(found.decisions):
         # a value in three states over cp at once, which the bound counts in part
         apart = laid_out(plan_graph(serial, axis.size, machine, request), both.seconds)
-        found = min(found, apart, key=lambda one: one.decisions.compared)
+        found = min(found, apart, key=lambda one: one.seconds)
     first = found.decisions.unbudgeted
     if first is None or found.estimate(first).fits:
         return found
