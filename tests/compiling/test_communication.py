@@ -21,6 +21,7 @@ from autoshard.program import Program
 from autoshard.runtime.collectives.redistribution import redistribute
 from autoshard.runtime.collectives.states import shard_dim
 from autoshard.runtime.graph_meta import MODULE
+from models_hf import hf
 from traced import programs, sharded_share
 
 N_RANKS, TOKENS, HIDDEN = 8, 4096, 4096
@@ -46,53 +47,37 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits
 
 
-def _llama(layers: int, **options: Any) -> nn.Module:
-    import transformers
-
-    settings = {"intermediate_size": 11008, "vocab_size": 32000, "use_cache": False, **options}
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN, num_attention_heads=32, num_hidden_layers=layers, **settings
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _gpt2(layers: int) -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
+_LLAMA = hf(
+    "LlamaForCausalLM",
+    "LlamaConfig",
+    hidden_size=HIDDEN,
+    num_attention_heads=32,
+    intermediate_size=11008,
+    vocab_size=32000,
+)
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "llama": _LLAMA,
+    "llama_gqa": functools.partial(_LLAMA, num_key_value_heads=4),  # fewer than ranks
+    "gpt2": hf(
+        "GPT2LMHeadModel",
+        "GPT2Config",
         n_embd=HIDDEN,
-        n_layer=layers,
         n_head=32,
         vocab_size=50304,
         n_positions=TOKENS,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _mixtral(layers: int) -> nn.Module:
-    import transformers
-
-    config = transformers.MixtralConfig(
+    ),
+    "mixtral": hf(
+        "MixtralForCausalLM",
+        "MixtralConfig",
         hidden_size=HIDDEN,
         intermediate_size=14336,
         num_attention_heads=32,
         num_key_value_heads=8,
-        num_hidden_layers=layers,
         vocab_size=32000,
-        use_cache=False,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "llama": _llama,
-    "llama_gqa": functools.partial(_llama, num_key_value_heads=4),  # fewer than ranks
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
+    ),
 }
 
 
@@ -101,7 +86,7 @@ def planned(name: str, layers: int, loss: bool = True) -> dict[bool, Program]:
     """The program without and with sequence parallelism."""
     torch.compiler.reset()
     with torch.device("meta"):
-        model = LanguageModel(MODELS[name](layers), loss)
+        model = LanguageModel(MODELS[name](num_hidden_layers=layers), loss)
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     options = [
         {"mesh": {"tp": N_RANKS}, "hardware": "h100", "planner": {"sequence_parallel": sequence}}
@@ -267,7 +252,7 @@ def test_logits_without_a_loss_are_gathered_at_most_once() -> None:
 
 def test_replicated_outputs_are_gathered_in_the_graph() -> None:
     with torch.device("meta"):
-        model = LanguageModel(_llama(1), loss=False)
+        model = LanguageModel(_LLAMA(num_hidden_layers=1), loss=False)
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
     options = {"mesh": {"tp": N_RANKS}, "hardware": "h100", "outputs": "replicate"}
     (program,), _ = programs(model, (ids,), [options])

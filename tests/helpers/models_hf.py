@@ -62,6 +62,14 @@ def llama(**options: Any) -> Callable[[], nn.Module]:
     return hf("LlamaForCausalLM", "LlamaConfig", **{**DECODER, **options})
 
 
+def meta_llama(rows: int, length: int, **sizes: int) -> tuple[nn.Module, Batch]:
+    """A Llama of two layers without values, and a batch of tokens that are their own labels."""
+    with torch.device("meta"):
+        model = hf("LlamaForCausalLM", "LlamaConfig", **{"num_hidden_layers": 2, **sizes})()
+        ids = torch.zeros(rows, length, dtype=torch.long)
+    return model, {"input_ids": ids, "labels": ids}
+
+
 def clip() -> nn.Module:
     """A CLIP with both towers."""
     from transformers import CLIPConfig, CLIPModel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers.integrations.moe  # noqa: F401  (defines transformers::grouped_mm_fallback)
 from torch import Tensor, nn
@@ -276,6 +278,22 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.choice(x)
         return x + self.routed(x, weights.to(x.dtype), ids)
+
+
+class MixtureLoss(nn.Module):
+    """The mean square of a mixture after a linear, so that tokens have gradients and a way to be
+    split; `extra`: it reads a stack of experts too."""
+
+    def __init__(
+        self, form: str = "packed", *, hidden: int = 8, extra: bool = False, **settings: Any
+    ) -> None:
+        super().__init__()
+        self.before, self.extra = nn.Linear(hidden, hidden, bias=False), extra
+        self.mixture = Mixture(form, hidden=hidden, **settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.mixture(self.before(x)).square().mean()
+        return found + self.mixture.up.square().mean() if self.extra else found
 
 
 def vectors(step: int) -> Batch:

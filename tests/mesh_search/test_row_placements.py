@@ -15,28 +15,18 @@ from autoshard.cli.arguments import options_and_entries
 from autoshard.mesh_search import search
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import within_memory
+from models_hf import meta_llama
 
 TP = {"tp": 8}
 
 
 def llama() -> dict[str, Any]:
     """Two layers of 8B shape, and a batch."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
     torch.compiler.reset()
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(1, 8192, dtype=torch.long)
-    return {"model": model, "kwargs": {"input_ids": ids, "labels": ids}}
+    sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    model, batch = meta_llama(1, 8192, **sizes, **heads)
+    return {"model": model.to(torch.bfloat16), "kwargs": batch}
 
 
 def priced(mesh: dict[str, int], budget: int) -> tuple[MeshPrice, MeshPrice]:

@@ -23,27 +23,16 @@ from autoshard.planning.cost import cluster, ring_bytes
 from autoshard.planning.estimate import Training
 from autoshard.runtime import compat
 from models import CASES
+from models_hf import meta_llama
 
 MICROBATCHES = 4
 Axes = dict[str, int]
 
 
 def llama(samples: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-        ids = torch.zeros(samples, 512, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return meta_llama(samples, 512, **sizes, **heads)
 
 
 def mixtral(samples: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 import autoshard
 from autoshard.explain.alternatives import alternatives
@@ -24,23 +24,10 @@ from autoshard.runtime.operators.expert_body import parse
 from autoshard.verification.program_check import verify_program
 from gradient_types import check_types
 from mixture_families import Loop
-from models_plain import Mixture
+from models_plain import Mixture, MixtureLoss
 from traced import builder, programs
 
 OWNED, INSIDE, TOKENS, BOTH = WAYS
-
-
-class Tokens(nn.Module):
-    """A mixture between two linears, so that tokens have gradients and a way to be split."""
-
-    def __init__(self, *args: Any, hidden: int = 8, **kwargs: Any) -> None:
-        super().__init__()
-        self.before = nn.Linear(hidden, hidden, bias=False)
-        self.mixture = Mixture(*args, hidden=hidden, **kwargs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.mixture(self.before(x)).square().mean()
-        return found
 
 
 def mixtures(program: Program) -> list[fx.Node]:
@@ -75,7 +62,7 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
     are gathered once more in backward. Both split send the rows of choices, T*k*H/n each way, in
     forward and in backward, and how many they are."""
     n, t, h, experts, inner, k = 2, 72, 8, 4, 16, 2
-    model = Tokens(form, biases=form == "interleaved", experts=experts, inner=inner, k=k)
+    model = MixtureLoss(form, biases=form == "interleaved", experts=experts, inner=inner, k=k)
     x, options = torch.randn(t, h), {"mesh": {"tp": n}, "planner": {"bucket_bytes": 1}}
     (free,), _ = programs(model, (x,), [options])
     torch.compiler.reset()
@@ -119,7 +106,7 @@ def test_each_way_equals_serial_and_sends_what_its_formula_says(way: str, form: 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_runs_the_kernels_of_16_bits(way: str) -> None:
     """Their products want rows and matrices aligned, which an exchanged weight must be too."""
-    model = Tokens("packed").to(torch.bfloat16)
+    model = MixtureLoss("packed").to(torch.bfloat16)
     x, options = torch.randn(64, 8).to(torch.bfloat16), {"mesh": {"tp": 2}}
     (free,), _ = programs(model, (x,), [options])
     torch.compiler.reset()
@@ -154,7 +141,7 @@ def test_the_cheapest_way_changes_where_the_formulas_cross(name: str) -> None:
         torch.compiler.reset()
         settings = {"hidden": 256, "experts": 8, "inner": 64, **sizes}
         with torch.device("meta"):
-            model, x = Tokens("packed", **settings), torch.empty(tokens, settings["hidden"])
+            model, x = MixtureLoss("packed", **settings), torch.empty(tokens, settings["hidden"])
             program = autoshard.trace(model, (x,), mesh={"tp": 4}, hardware="h100")
         assert ways(program) == [way], (name, first)
 
@@ -243,7 +230,7 @@ def test_what_cannot_be_split_inside_says_why(body: tuple[str, ...], said: str) 
 
 
 def test_an_export_has_no_shapes_that_depend_on_the_router() -> None:
-    program = builder(Tokens("packed"), (torch.randn(64, 8),))({"tp": 2})
+    program = builder(MixtureLoss("packed"), (torch.randn(64, 8),))({"tp": 2})
     request = Request(parameters=program.parameters, even=True)
     exported = plan_graph(program.serial, 2, program.machine, request)
     (node,) = mixtures(program)
@@ -287,7 +274,7 @@ def test_lengths_that_the_host_reads_are_planned() -> None:
 
 @pytest.mark.parametrize("experts,n", [(8, 4), (5, 3), (2, 4)])
 def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) -> None:
-    model = Tokens("packed", experts=experts)
+    model = MixtureLoss("packed", experts=experts)
     x, options = torch.randn(64, 8), {"mesh": {"tp": n}}
     (free,), _ = programs(model, (x,), [options])
     way = INSIDE if experts < n else OWNED
@@ -301,7 +288,7 @@ def test_more_ranks_uneven_experts_and_fewer_than_ranks(experts: int, n: int) ->
 def test_experts_beside_data_parallel_ranks() -> None:
     """Stored as shards of both axes; each data-parallel rank routes its own tokens."""
     x, mesh = torch.randn(64, 8), {"dp_shard": 2, "tp": 2}
-    model = Tokens("packed")
+    model = MixtureLoss("packed")
     (free,), _ = programs(model, (x,), [{"mesh": mesh}])
     torch.compiler.reset()
     (program,), values = programs(model, (x,), [{"mesh": mesh, "plan": forced(free, OWNED)}])

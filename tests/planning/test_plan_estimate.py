@@ -22,7 +22,9 @@ from autoshard.planning.estimate.mesh import Segment, step_seconds, timing
 from autoshard.planning.estimate.step_profile import Profile
 from autoshard.planning.estimate.traffic import gradient_buckets, tp_collectives
 from autoshard.planning.estimate.weights import Layout, Training, Weight
+from model_case import Batch
 from models import CASES
+from models_hf import meta_llama
 from traced import WithLoss, programs
 
 SLOW = Link(latency=0.0, bandwidth=100.0, copy_bandwidth=float("inf"))
@@ -40,22 +42,10 @@ ROUND = Cluster(  # 1000 operations and 1e9 bytes a second: the arithmetic is wh
 )
 
 
-def meta_llama(**sizes: int) -> tuple[nn.Module, dict[str, Any]]:
-    import transformers
-
-    given = {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 512,
-        **sizes,
-    }
-    with torch.device("meta"):
-        config = transformers.LlamaConfig(**given, use_cache=False)
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        ids = torch.zeros(1, 64, dtype=torch.long)
-    return model, {"input_ids": ids, "labels": ids}
+def small_llama() -> tuple[nn.Module, Batch]:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 512}
+    model, batch = meta_llama(1, 64, num_attention_heads=8, **sizes)
+    return model.to(torch.bfloat16), batch
 
 
 def test_links_follow_the_layout_of_ranks() -> None:
@@ -275,7 +265,7 @@ def test_volumes_are_those_of_the_ledger() -> None:
 
 
 def test_faster_links_are_no_slower_and_small_batches_wait() -> None:
-    model, batch = meta_llama()
+    model, batch = small_llama()
     slow = cluster("h100")
     fast = dataclasses.replace(
         slow,
@@ -302,7 +292,7 @@ def test_faster_links_are_no_slower_and_small_batches_wait() -> None:
 
 def test_what_does_not_fit_is_computed_again() -> None:
     """Memory for time: a row fits with less than it needs, and says what it pays."""
-    model, batch = meta_llama()
+    model, batch = small_llama()
     (free,) = search_meshes(model, (), batch, world=2, hardware="h100", mesh={"tp": 2}).rows
     torch.compiler.reset()
     budget = free.memory.total - free.memory.activations // 4
@@ -321,7 +311,7 @@ def test_what_does_not_fit_is_computed_again() -> None:
 
 
 def test_nothing_fits_and_says_why() -> None:
-    model, batch = meta_llama()
+    model, batch = small_llama()
     found = search_meshes(model, (), batch, world=2, hardware="cpu", memory={"budget": 1_000_000})
     assert found.best is None
     assert all("of 0.001 GB: parameters and their states alone" in row.unfit for row in found.rows)
@@ -375,7 +365,7 @@ def test_a_bucket_of_gradients_counts_with_its_padding() -> None:
 
 
 def test_the_same_batch_on_every_rank_is_no_work_shared() -> None:
-    model, batch = meta_llama()
+    model, batch = small_llama()
     mesh = {"dp_replicate": 2}
     (own,) = search_meshes(model, (), batch, world=2, hardware="cpu", mesh=mesh).rows
     torch.compiler.reset()
@@ -384,7 +374,7 @@ def test_the_same_batch_on_every_rank_is_no_work_shared() -> None:
 
 
 def test_the_plan_is_the_one_trace_makes() -> None:
-    model, batch = meta_llama()
+    model, batch = small_llama()
     (row,) = autoshard.search_meshes(model, (), batch, world=8, mesh={"dp_shard": 2, "tp": 4}).rows
     torch.compiler.reset()
     program = autoshard.trace(

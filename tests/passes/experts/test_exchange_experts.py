@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning.cost.model import ring_bytes
@@ -15,21 +15,8 @@ from autoshard.program import Program
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import exchanged_experts
 from autoshard.verification.program_check import verify_program
-from models_plain import Mixture
+from models_plain import MixtureLoss
 from traced import programs
-
-
-class Layer(nn.Module):
-    """A mixture after a linear; `extra`: its loss reads a stack of experts too."""
-
-    def __init__(self, extra: bool = False, **settings: Any) -> None:
-        super().__init__()
-        self.before, self.extra = nn.Linear(8, 8, bias=False), extra
-        self.mixture = Mixture(**settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.mixture(self.before(x)).square().mean()
-        return found + self.mixture.up.square().mean() if self.extra else found
 
 
 def made(model: nn.Module, mesh: dict[str, int], **options: Any) -> tuple[Program, float]:
@@ -54,7 +41,7 @@ def exchanges(program: Program) -> int:
 def test_experts_stay_and_everything_else_is_gathered(mesh: dict[str, int]) -> None:
     """Of five experts, which no axis divides: rows of a rank's 24 tokens travel there and back,
     in forward and in backward; no stack moves over ep, nor its gradient."""
-    program, difference = made(Layer(form="interleaved", biases=True, experts=5), mesh)
+    program, difference = made(MixtureLoss(form="interleaved", biases=True, experts=5), mesh)
     assert exchanges(program) == 1 and difference < 1e-5
     stacks = ("up", "down", "up_bias", "down_bias")
     assert all(
@@ -80,14 +67,14 @@ def test_experts_stay_and_everything_else_is_gathered(mesh: dict[str, int]) -> N
 
 @pytest.mark.parametrize("settings", [{"experts": 2}, {"extra": True}])
 def test_what_cannot_stay_is_gathered(settings: dict[str, Any]) -> None:
-    program, difference = made(Layer(**settings), {"ep": 3})
+    program, difference = made(MixtureLoss(**settings), {"ep": 3})
     assert exchanges(program) == 0 and difference < 1e-5
     assert "weights gathered on ep" in program.explain(160)
 
 
 def test_an_expert_that_gets_everything_and_others_nothing() -> None:
     """Gradients of the others are zeros on the ranks that hold them, not missing."""
-    model = Layer(k=1)
+    model = MixtureLoss(k=1)
     with torch.no_grad():
         model.mixture.router.bias[0] += 100.0
     program, difference = made(model, {"ep": 2})

@@ -4,11 +4,10 @@ equality with the serial model; and cp beside tp."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autoshard.explain.alternatives import alternatives
 from autoshard.planning.cost.model import ring_bytes
@@ -19,22 +18,10 @@ from autoshard.program import Program
 from autoshard.runtime.operators.bound import unbound
 from autoshard.runtime.operators.experts import rows_travel
 from autoshard.verification.program_check import verify_program
-from models_plain import Mixture
+from models_plain import MixtureLoss
 from traced import builder, programs
 
 WHOLE = "whole on every rank"
-
-
-class Layer(nn.Module):
-    """A mixture after a linear."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.before, self.mixture = nn.Linear(8, 8, bias=False), Mixture(**settings)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.mixture(self.before(x)).square().mean()
-        return found
 
 
 def fixed(program: Program, way: str, stored: dict[str, str]) -> Plan:
@@ -89,7 +76,7 @@ TWO = {"ep": 2, "tp": 2}
     ],
 )
 def test_every_way_of_tp_goes_with_ep(form: str, way: str) -> None:
-    program, difference = made(Layer(form=form, biases=form != "packed", experts=8), TWO, way)
+    program, difference = made(MixtureLoss(form=form, biases=form != "packed", experts=8), TWO, way)
     assert travels(program) and difference < 1e-5
     assert "tokens and experts split on ep" in program.explain(160)
     split = (
@@ -111,7 +98,7 @@ def test_every_way_of_tp_goes_with_ep(form: str, way: str) -> None:
 def test_stacks_stored_by_experts_on_both_axes(form: str, way: str) -> None:
     """What a rank gathers over tp is then no run of experts."""
     stored = {"mixture.up": "S(0)", "mixture.down": "S(0)"}
-    program, difference = made(Layer(form=form, experts=8), TWO, way, stored)
+    program, difference = made(MixtureLoss(form=form, experts=8), TWO, way, stored)
     assert travels(program) and difference < 1e-5
     mixture = next(n for n in program.graph_module.graph.nodes if rows_travel(n))
     assert unbound(mixture.target)[1]["parts"] == 2
@@ -119,13 +106,13 @@ def test_stacks_stored_by_experts_on_both_axes(form: str, way: str) -> None:
 
 def test_three_axes() -> None:
     mesh = {"dp_shard": 2, "ep": 2, "tp": 2}
-    program, difference = made(Layer(experts=8), mesh, WAYS[0])
+    program, difference = made(MixtureLoss(experts=8), mesh, WAYS[0])
     assert travels(program) and difference < 1e-5
 
 
 @pytest.mark.parametrize("way", [WAYS[2]])
 def test_ep_beside_cp(way: str) -> None:
-    program, difference = made(Layer(experts=8), {"ep": 2, "cp": 2}, way)
+    program, difference = made(MixtureLoss(experts=8), {"ep": 2, "cp": 2}, way)
     assert travels(program) and difference < 1e-5
 
 
@@ -141,7 +128,7 @@ def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str, mesh: dict[str,
     """cp splits the tokens and gathers the weights, of which with ep a rank has its experts of each
     part. One expert gets every token."""
     experts = 8 if "ep" in mesh else 6
-    model = Layer(form=form, biases=form != "packed", experts=experts)
+    model = MixtureLoss(form=form, biases=form != "packed", experts=experts)
     with torch.no_grad():
         model.mixture.router.bias[0] += 100.0
     x = torch.randn(24, 8)
@@ -165,7 +152,7 @@ def test_every_way_of_tp_on_the_graph_of_a_rank_of_cp(form: str, mesh: dict[str,
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[3]])
 def test_an_expert_that_gets_everything_and_others_nothing(way: str) -> None:
-    model = Layer(k=1, experts=8)
+    model = MixtureLoss(k=1, experts=8)
     with torch.no_grad():
         model.mixture.router.bias[0] += 100.0
     program, difference = made(model, TWO, way)
@@ -177,7 +164,7 @@ def test_experts_that_the_axes_do_not_divide(way: str, stays: bool) -> None:
     """Six on 2 x 2: a rank of tp has three whole ones, which are gathered over ep; or all six, of
     which a rank of ep has three."""
     program, difference = made(
-        Layer(experts=6), TWO, way, {"mixture.up": "I", "mixture.down": "I"} if stays else {}
+        MixtureLoss(experts=6), TWO, way, {"mixture.up": "I", "mixture.down": "I"} if stays else {}
     )
     assert travels(program) is stays and difference < 1e-5
     assert ("weights gathered on ep" in program.explain(160)) is not stays
