@@ -27,6 +27,7 @@ from autoshard.runtime.collectives import (
     gradient_state,
     redistribute,
     shard_dim,
+    whole_shape,
     with_dim,
 )
 
@@ -183,13 +184,8 @@ class PartOf(NamedTuple):
 
     def shape(self, part: torch.Tensor) -> list[Any]:
         """The shape of the whole."""
-        shape: list[Any] = list(part.shape)
-        dim = shard_dim(self.state)
-        if dim is not None:
-            shape[dim] = shape[dim] * self.axis.size if self.extent is None else self.extent
-        if self.outer is not None and (dim := shard_dim(self.outer[0])) is not None:
-            shape[dim] *= self.outer[1].size
-        return shape
+        shape = whole_shape(part.shape, self.state, self.axis, self.extent)
+        return shape if self.outer is None else whole_shape(shape, *self.outer)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole of every rank's part."""

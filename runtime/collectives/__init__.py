@@ -17,6 +17,7 @@ from autoshard.runtime.collectives.axis import (
     in_order,
     outer_axis,
     own_chunks,
+    whole_shape,
 )
 from autoshard.runtime.collectives.fused import (
     FUSED_PRODUCTS,

@@ -15,11 +15,11 @@ cp where it stands beside tp.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.collectives.states import S, State
+from autoshard.runtime.collectives.states import S, State, shard_dim
 
 
 class Axis(NamedTuple):
@@ -51,6 +51,16 @@ def chunk_bounds(extent: int, axis: Axis) -> tuple[int, int]:
         return axis.rank * chunk, chunk
     start = min(extent, axis.rank * chunk)
     return start, min(extent, start + chunk) - start
+
+
+def whole_shape(
+    part: Sequence[Any], state: State, axis: Axis, extent: int | None = None
+) -> list[Any]:
+    """The shape of what a gather over the axis makes of a part. extent: as in `redistribute`."""
+    shape, dim = list(part), shard_dim(state)
+    if dim is not None:
+        shape[dim] = shape[dim] * axis.size if extent is None else extent
+    return shape
 
 
 def head_tail(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from autoshard.runtime.collectives import (
     home_rank,
     placement_words,
     shard_dim,
+    whole_shape,
 )
 from autoshard.runtime.errors import PlanError
 from autoshard.runtime.mesh import axes_of, home_mesh, home_of_name
@@ -69,13 +70,9 @@ def local_part(
     whole: torch.Tensor, states: Mapping[str, State], axes: Sequence[Axis]
 ) -> torch.Tensor:
     """This rank's part of a whole tensor, a view of it; uneven dims by torch.chunk's rule."""
-    for axis in reversed(axes):
-        state = states.get(axis.name, I)
-        dim = shard_dim(state)
-        if dim is not None:
-            whole = whole.narrow(dim, *chunk_bounds(whole.shape[dim], axis))
-        elif home_rank(state) not in (None, axis.rank):
-            whole = whole.narrow(0, 0, 0)
+    for dim, (low, high) in enumerate(local_bounds(whole.shape, states, axes)):
+        if (low, high) != (0, whole.shape[dim]):
+            whole = whole.narrow(dim, low, high - low)
     return whole
 
 
@@ -229,18 +226,16 @@ def as_dtensors(
     sizes: the global size of the sharded dim where it is static; None: the axis divides it.
     """
     return tuple(
-        wrap_local(output, _whole_shape(output, state, size, axis), {axis.name: state}, device_mesh)
+        wrap_local(
+            output,
+            torch.Size(whole_shape(output.shape, state, axis, size)),
+            {axis.name: state},
+            device_mesh,
+        )
         if isinstance(output, torch.Tensor) and shard_dim(state) is not None
         else output
         for output, state, size in zip(outputs, states, sizes, strict=True)
     )
-
-
-def _whole_shape(local: torch.Tensor, state: State, size: int | None, axis: Axis) -> torch.Size:
-    shape, dim = list(local.shape), shard_dim(state)
-    assert dim is not None
-    shape[dim] = shape[dim] * axis.size if size is None else size
-    return torch.Size(shape)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

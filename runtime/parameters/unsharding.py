@@ -13,18 +13,16 @@ from autoshard.runtime.collectives import (
     DATA_AXES,
     Axis,
     I,
-    State,
     broadcast,
     data_axes,
     home_rank,
     redistribute,
-    shard_dim,
+    whole_shape,
 )
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters.data_unsharding import (
     ACCUMULATE,
     SINGLE,
-    Gather,
     deferred_at,
     unshard,
 )
@@ -90,7 +88,8 @@ def unshard_parameter(
             x = unshard(x, state, axis, extent, own, outer=outer)
         elif i == waits:
             assert pending is not None
-            shape = _whole_on(_shape_over(x, outer), state, axis, extent)
+            inner = x.shape if outer is None else whole_shape(x.shape, *outer)
+            shape = whole_shape(inner, state, axis, extent)
             buffer = pending.take(shape, policy.pending_dtype(parameter.dtype), x.device)
             held.append((pending, buffer))
             x = unshard(x, state, axis, extent, own, buffer.data, microbatch, outer)
@@ -152,17 +151,6 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return grad.clone(memory_format=torch.contiguous_format)
-
-
-def _shape_over(x: torch.Tensor, outer: Gather | None) -> Sequence[int]:
-    return x.shape if outer is None else _whole_on(x.shape, *outer)
-
-
-def _whole_on(shape: Sequence[int], state: State, axis: Axis, extent: int | None) -> list[int]:
-    shape, dim = list(shape), shard_dim(state)
-    if dim is not None:
-        shape[dim] = shape[dim] * axis.size if extent is None else extent
-    return shape
 
 
 def unwrap(*parameters: DTensor, known: GradientLayouts | None = None) -> tuple[torch.Tensor, ...]:
