@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "optimizer": (*TWO, str(HERE / "optimizer.py")),
     "warm_start": (str(HERE / "warm_start.py"),),
     "first_step": (str(HERE / "first_step.py"),),
+    "agreement": (str(HERE / "agreement.py"),),
     "flat": (*TWO, str(HERE / "flat.py")),
     "faulty_ranks": (str(HERE / "faulty_ranks.py"),),
     "small_sums": (*TWO, str(HERE / "small_sums.py")),
