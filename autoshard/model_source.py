@@ -1,6 +1,7 @@
 """A model by name: `module:factory`, a Hugging Face directory, or a configuration class."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -158,6 +159,20 @@ def model_and_call(made: Any, source: str) -> tuple[nn.Module, tuple[Any, ...], 
     if isinstance(args, Mapping) and not kwargs:  # (model, kwargs) has one reading only
         args, kwargs = (), args
     return model, tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs)
+
+
+def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """A copy of a model; of the tensors whose id is `known`, what stands there.
+
+    What a module holds of a step (the weight that torch.nn.utils.weight_norm computed, a result
+    that was kept to be looked at) is copied without its history: deepcopy refuses such tensors.
+    """
+    memo = dict(known or {})
+    for module in model.modules():
+        for held in pytree.tree_leaves(vars(module)):
+            if isinstance(held, torch.Tensor) and not held.is_leaf and id(held) not in memo:
+                memo[id(held)] = held.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def _call(factory: Callable[..., Any], name: str, **given: Any) -> Any:

@@ -1,7 +1,6 @@
 """`autoshard.shard`: plan a model and store its parameters as shards, without a step; and
 `autoshard.reshard`: the same for one that trains already, with what it has learnt."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError
 from autoshard.mesh_search import choose
+from autoshard.model_source import copied
 from autoshard.parameters import initialise_buffers, store, store_unplanned
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import attempt, wait_at_most
@@ -157,4 +157,4 @@ def _on_meta(model: nn.Module) -> nn.Module:
         known[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for buffer in model.buffers():
         known[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, known)
+    return copied(model, known)

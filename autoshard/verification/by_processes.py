@@ -6,7 +6,6 @@ numbers runs as the program of one process that draws what a mesh draws (`rng="i
 program is then compared with the model itself in eval mode.
 """
 
-import copy
 import datetime
 import itertools
 import math
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import ConfigError
+from autoshard.model_source import copied
 from autoshard.program import programs
 from autoshard.runtime.collectives import placement_words
 from autoshard.runtime.mesh import data_coordinate, init_mesh, offline_mesh
@@ -116,7 +116,7 @@ class ProcessJob:
         if self.tolerance is not None or floor_of(model) == FLOORS[torch.float64]:
             return lambda step: {}
         try:
-            double = copy.deepcopy(model).double()
+            double = copied(model).double()
             wide = {i: in_dtype(batch, torch.float64) for i, batch in parts.items()}
             run = Run(self.subject, double, self._call(double, drawn), wide, self.lr)
             steps = [run.step(step) for step in range(self.steps)]
@@ -127,7 +127,7 @@ class ProcessJob:
 
     def _capture(self, model: nn.Module, batch: Any) -> list[Comparison]:
         """The one-process program against the model itself, where neither draws."""
-        plain, other = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        plain, other = copied(model).eval(), copied(model).eval()
         if draws(plain, *batch):
             return []
         want = Run(self.subject, plain, plain, {0: batch}, self.lr).step(0)
@@ -218,7 +218,7 @@ def draws(model: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether a call of the model uses torch's generator."""
     before = torch.get_rng_state()
     with torch.no_grad():
-        copy.deepcopy(model)(*args, **kwargs)
+        copied(model)(*args, **kwargs)
     drew = not torch.equal(before, torch.get_rng_state())
     torch.set_rng_state(before)
     return drew

@@ -7,7 +7,6 @@ backend, its compilers, its storage and the optimizer do not take part: what is 
 plan, the rules, the rewritten graphs and their collectives.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from autoshard.capture import intercept
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError
 from autoshard.explain import table
-from autoshard.model_source import callable_named
+from autoshard.model_source import callable_named, copied
 from autoshard.planning.cost import cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat
@@ -247,7 +246,7 @@ def _on_cpu(model: Any) -> Any:
     if isinstance(model, nn.Module):
         model = getattr(model, "_orig_mod", model)
         if any(t.is_cuda for t in (*model.parameters(), *model.buffers())):
-            return copy.deepcopy(model).cpu()
+            return copied(model).cpu()
     return model
 
 

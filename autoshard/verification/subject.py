@@ -1,6 +1,5 @@
 """What `autoshard.verify` verifies: a model, its batch, its loss, and one training step of it."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import ConfigError
-from autoshard.model_source import callable_named, model_and_call
+from autoshard.model_source import callable_named, copied, model_and_call
 from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.pipeline import Withheld
 from autoshard.runtime.randomness import draw_for
@@ -44,7 +43,7 @@ class Subject:
         torch.manual_seed(self.seed)
         source = callable_named(self.source) if isinstance(self.source, str) else self.source
         given = (tuple(self.args), dict(self.kwargs or {}))
-        made: Any = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
+        made: Any = copied(source) if isinstance(source, nn.Module) else source()
         model, args, kwargs = model_and_call(made, "the factory")
         if any(given):
             args, kwargs = given

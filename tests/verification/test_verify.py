@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import weight_norm
 
 import autoshard
 import faults
@@ -19,6 +21,7 @@ import jobs
 import mistakes
 from autoshard.cli import main
 from autoshard.errors import ConfigError
+from autoshard.model_source import copied
 from autoshard.runtime.randomness import draw_for
 from autoshard.verification import comparison as measuring
 from autoshard.verification import local_world
@@ -191,6 +194,17 @@ def test_rounding_is_told_from_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault.place, fault.name, fault.faulty)
     proof = autoshard.verify(faults.model, mesh={"tp": 2}, processes=False)
     assert not proof.ok and len(proof.notes) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_model_that_holds_a_result_of_autograd() -> None:
+    """deepcopy refuses the weight that torch.nn.utils.weight_norm computed, and any kept result."""
+    model: Any = nn.Sequential(weight_norm(nn.Linear(8, 16)), nn.ReLU(), nn.Linear(16, 8))
+    model.last = [model(torch.randn(2, 8))]
+    proof = autoshard.verify(model, (torch.randn(4, 8),), mesh={"tp": 2}, processes=False)
+    assert proof.ok, str(proof)
+    copy: Any = copied(model)
+    assert copy[0].weight is not model[0].weight and not copy.last[0].requires_grad
 
 
 @pytest.mark.slow

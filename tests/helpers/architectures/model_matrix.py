@@ -17,7 +17,6 @@ row goes into `--results`, where those asked so far lie, and the table of them i
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import random
@@ -42,6 +41,7 @@ import tiny_models  # noqa: E402
 
 import autoshard  # noqa: E402
 from autoshard.errors import PlanMismatchError  # noqa: E402
+from autoshard.model_source import copied  # noqa: E402
 from autoshard.verification.comparison import difference, finite, furthest, norm  # noqa: E402
 from autoshard.verification.subject import chunks, in_dtype  # noqa: E402
 from gloo_pool import GlooPool, PoolError  # noqa: E402
@@ -207,7 +207,7 @@ def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
     """What is wrong with a step of torch's own aot_eager, on the batch of a rank; empty where it is
     as without it."""
     torch._dynamo.reset()
-    serial, ours = copy.deepcopy(model), copy.deepcopy(model)
+    serial, ours = copied(model), copied(model)
     try:
         compiled = torch.compile(ours, backend="aot_eager")
         for run in (serial, compiled):
@@ -229,7 +229,7 @@ def _batches(batch: dict[str, Any], mesh: str) -> list[dict[str, Any]]:
 def _steps(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> bool:
     """Whether the serial model has a kernel for each of its operators in a dtype."""
     try:
-        tiny_models.loss_of(copy.deepcopy(model).to(dtype)(**in_dtype(batch, dtype))).backward()
+        tiny_models.loss_of(copied(model).to(dtype)(**in_dtype(batch, dtype))).backward()
     except RuntimeError:
         return False
     return True
@@ -238,7 +238,7 @@ def _steps(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> bool:
 def _draws(model: nn.Module, batch: dict[str, Any]) -> bool:
     """Whether a step of the serial model moves torch's generator."""
     before = torch.get_rng_state()
-    tiny_models.loss_of(copy.deepcopy(model)(**batch)).backward()
+    tiny_models.loss_of(copied(model)(**batch)).backward()
     return not torch.equal(before, torch.get_rng_state())
 
 
@@ -247,7 +247,7 @@ def apart(
 ) -> tuple[float, str]:
     """How far the gradients are from the serial ones, as a share of their norm; which most."""
     torch._dynamo.reset()
-    serial, ours = (copy.deepcopy(model).to(dtype) for _ in range(2))
+    serial, ours = (copied(model).to(dtype) for _ in range(2))
     parts = _batches(in_dtype(batch, dtype), mesh)
     torch.manual_seed(0)
     sum(tiny_models.loss_of(serial(**part)) / len(parts) for part in parts).backward()
