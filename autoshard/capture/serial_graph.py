@@ -84,7 +84,7 @@ def capture(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = list(example_inputs) + [None] * (len(placeholders) - len(example_inputs))
     found = [node.meta.get("example_value", example) for node, example in zip(placeholders, given)]
-    mode = _fake_mode(found)
+    mode = _fake_mode([*found, *(node.meta.get("example_value") for node in gm.graph.nodes)])
     ambient_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # With gradients off around the call the graph still says what training needs, unless the
     # model itself turns them on: then its regions count literally.
@@ -112,7 +112,8 @@ def global_fake(value: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_mode(found: Sequence[Any]) -> FakeTensorMode:
-    """The mode of the placeholders' fakes; TracingContext's own may be another one."""
+    """The mode of the first fake; TracingContext's own may be another one. A graph may be given no
+    tensor, and a transform in it reads what the graph made."""
     for value in found:
         if isinstance(value, torch.Tensor) and (fake := _inner_fake(value)) is not None:
             return fake.fake_mode

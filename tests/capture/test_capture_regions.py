@@ -244,6 +244,21 @@ def test_vmap(dynamic: bool) -> None:
     assert recorder.targets().count("aten.mul.Tensor") == 2
 
 
+def test_vmap_of_what_the_graph_made() -> None:
+    """As a mask is, in front of a graph break: the graph is given no tensor."""
+    found = []
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        found.append(capture(gm, example_inputs))
+        return gm.forward
+
+    def mask() -> torch.Tensor:
+        return torch.vmap(lambda i: i * 2 > i.new_ones(()))(torch.arange(4))
+
+    assert torch.equal(torch.compile(mask, backend=backend)(), mask())
+    assert torch.equal(found[0]()[0], mask())
+
+
 def test_derivative_inside_the_model() -> None:
     def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.grad(lambda a: self.lin(a).sin().sum())(x) * 2
