@@ -118,7 +118,7 @@ def ask(
     """What threads of a process say of an architecture, and where they cannot, two processes."""
     try:
         (said, recipe), *_ = alone(_with_recipe, name, mesh, drawn, pool_timeout=2 * patience)
-    except PoolError:
+    except Exception:  # processes say what it is
         said, recipe = None, None
     return said or row(pool, name, mesh, patience, recipe)
 
@@ -134,8 +134,10 @@ def row(
     order = ("wrong", "refused", "torch", "random", "not tiny", "equal", "")
     try:
         told = pool(step_of, name, mesh, recipe, pool_timeout=patience)
-    except PoolError as error:
-        return "wrong", str(error).splitlines()[0]
+    except Exception as error:  # of a rank, too: a row's error is not the end of a night's rows
+        pool.stop()
+        what = "" if isinstance(error, PoolError) else f"{type(error).__name__}: "
+        return "wrong", what + str(error).partition("\n")[0]
     worst = min(told, key=lambda one: order.index(one[0]))
     if worst[0] in order[:3]:
         pool.stop()  # what an error leaves behind is no other model's
