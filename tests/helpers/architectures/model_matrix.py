@@ -295,15 +295,15 @@ def counts(found: Sequence[dict[str, Any]]) -> list[str]:
 def table(found: Sequence[dict[str, Any]], all_known: int) -> str:
     """The page: counts, then the rows that are neither equal nor "not tiny", by their reason."""
     lines = [PAGE.format(len({one["model"] for one in found}), all_known), *counts(found)]
-    reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for one in found:
         why = re.sub(r"'[^']*'|[\d.,]+|\(?/\S+", "…", one["why"])[:100].replace("|", "/")
-        reasons[one["said"], why].append(f"{one['model']} ({one['mesh']})")
-    rows = [
-        f"| {said} | {why} | {', '.join(models)} |"
-        for (said, why), models in sorted(reasons.items())
-        if said not in ("equal", "not tiny")
-    ]
+        reasons[one["said"], why][one["model"]].append(one["mesh"])
+    rows = []
+    for (said, why), models in sorted(reasons.items(), key=lambda item: item[0]):
+        if said not in ("equal", "not tiny"):
+            each = [f"{model} ({'/'.join(meshes)})" for model, meshes in models.items()]
+            rows.append(f"| {said} | {why} | {', '.join(each)} |")
     if rows:
         lines += ["", "| said | why | architectures |", "|---|---|---|", *rows]
     return "\n".join(lines) + "\n"
