@@ -18,7 +18,8 @@ What tracing cannot express is made explicit here:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def capture(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = list(example_inputs) + [None] * (len(placeholders) - len(example_inputs))
     found = [node.meta.get("example_value", example) for node, example in zip(placeholders, given)]
-    mode = _fake_mode([*found, *(node.meta.get("example_value") for node in gm.graph.nodes)])
+    made = (node.meta.get("example_value") for node in gm.graph.nodes)
+    mode = _fake_mode(itertools.chain(found, made))
     ambient_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # With gradients off around the call the graph still says what training needs, unless the
     # model itself turns them on: then its regions count literally.
@@ -111,7 +113,7 @@ def global_fake(value: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _fake_mode(found: Sequence[Any]) -> FakeTensorMode:
+def _fake_mode(found: Iterable[Any]) -> FakeTensorMode:
     """The mode of the first fake; TracingContext's own may be another one. A graph may be given no
     tensor, and a transform in it reads what the graph made."""
     for value in found:

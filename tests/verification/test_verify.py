@@ -21,6 +21,7 @@ import jobs
 import mistakes
 from autoshard.cli import main
 from autoshard.errors import ConfigError
+from autoshard.export.rank_graph.traced_model import shadow
 from autoshard.model_source import copied
 from autoshard.runtime.randomness import draw_for
 from autoshard.verification import comparison as measuring
@@ -205,6 +206,7 @@ def test_a_model_that_holds_a_result_of_autograd() -> None:
     assert proof.ok, str(proof)
     copy: Any = copied(model)
     assert copy[0].weight is not model[0].weight and not copy.last[0].requires_grad
+    assert not shadow(model, None)[0].last[0].requires_grad  # what an export traces
 
 
 @pytest.mark.slow

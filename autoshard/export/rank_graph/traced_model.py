@@ -8,7 +8,6 @@ what a key-value cache asks of a graph, experts are one dim, which ranks can spl
 depends on the data. Which rows are computed in the end is chosen afterwards (chosen_rows.py).
 """
 
-import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from autoshard.export.rank_graph.encoder import TOKENS
 from autoshard.export.serial_graph import unwrapped
 from autoshard.export.spec import DIMS, EngineSpec
+from autoshard.model_source import copied
 from autoshard.runtime import compat
 
 
@@ -80,7 +80,7 @@ def shadow(
                 empty = _hollow(tensor.shape, kind)
                 memo[id(tensor)] = empty
                 held[id(empty)] = tensor
-    made = copy.deepcopy(model, memo).eval()
+    made = copied(model, memo).eval()
     for module in made.modules():  # parts of an encoder-decoder have configurations of their own
         compat.turn_off_cache(module)
     compat.prepare_recording(made)

@@ -300,7 +300,7 @@ def table(found: Sequence[dict[str, Any]], all_known: int) -> str:
         why = re.sub(r"'[^']*'|[\d.,]+|\(?/\S+", "…", one["why"])[:100].replace("|", "/")
         reasons[one["said"], why][one["model"]].append(one["mesh"])
     rows = []
-    for (said, why), models in sorted(reasons.items(), key=lambda item: item[0]):
+    for (said, why), models in sorted(reasons.items()):
         if said not in ("equal", "not tiny"):
             each = [f"{model} ({'/'.join(meshes)})" for model, meshes in models.items()]
             rows.append(f"| {said} | {why} | {', '.join(each)} |")
