@@ -22,18 +22,23 @@ Case = Callable[[nn.Sequential], Any]
 ROWS = 15  # which two ranks do not divide
 
 
-def models(axis: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """A model stored by rows, by columns and, on dp_replicate, whole; the same one as it was."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, ROWS), nn.GELU(), nn.Linear(ROWS, 4))
-    serial = copy.deepcopy(model)
-    first, last = model[0], model[2]
-    states = {first.weight: "S(0)", first.bias: "S(0)", last.weight: "S(1)", last.bias: "S(0)"}
+def models(axis: str, count: int) -> list[tuple[nn.Sequential, nn.Sequential]]:
+    """Models stored by rows, by columns and, on dp_replicate, whole; each with itself as it was.
+
+    Stored by one call: each looks at all objects of a process, which takes seconds.
+    """
+    pairs, states = [], {}
+    for _ in range(count):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, ROWS), nn.GELU(), nn.Linear(ROWS, 4))
+        pairs.append((model, copy.deepcopy(model)))
+        first, last = model[0], model[2]
+        states |= {first.weight: "S(0)", first.bias: "S(0)", last.weight: "S(1)", last.bias: "S(0)"}
     if axis == "dp_replicate":
         states = dict.fromkeys(states, "I")
     mesh = init_mesh({axis: 2}, "cpu")
     shard_parameters({p: {axis: state} for p, state in states.items()}, mesh, broadcast=True)
-    return model, serial
+    return pairs
 
 
 def batch() -> torch.Tensor:
@@ -262,8 +267,7 @@ CASES: dict[str, Case] = {
 def compare(axis: str, names: list[str]) -> list[str]:
     """The cases that differ from the plain model, on this rank."""
     wrong = []
-    for name in names:
-        model, serial = models(axis)
+    for name, (model, serial) in zip(names, models(axis, len(names)), strict=True):
         found = []
         for each in (model, serial):
             torch.manual_seed(3)
