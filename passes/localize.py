@@ -71,6 +71,7 @@ from autoshard.runtime.graph_meta import (
     OUTPUT_STATES,
     READER,
     READER_LINE,
+    REWRITTEN,
     VALUE,
 )
 from autoshard.runtime.operators import unbound
@@ -179,8 +180,8 @@ class Rewriting:
             return
         for index, new in zip(self.written, local[self.n_outputs :]):
             target = self.placeholders[index]
-            if target.meta["val"].requires_grad:
-                # a leaf written without autograd (a clamp under no_grad, embedding's max_norm)
+            if target.meta["val"].requires_grad and not target.meta.get(REWRITTEN):
+                # written without autograd (a clamp under no_grad, embedding's max_norm)
                 target = self._emit(node, aten.detach.default, (target,))
             self._emit(node, aten.copy_.default, (target, new))
         self.graph.output(tuple(local[: self.n_outputs]))

@@ -63,6 +63,10 @@ GIVEN = "given"
 """bool, of a placeholder: an input of the batch with a gradient, which a pipeline treats like a
 parameter that all ranks hold. build_pipeline; what its stages hold."""
 
+REWRITTEN = "rewritten"
+"""bool, of a placeholder: an activation that the graph writes to where autograd sees it: gradients
+of later readers are the new value's. capture; Localize, `backend_fakes`, a pipeline's call."""
+
 STORED_DTYPE = "stored_dtype"
 """torch.dtype, of a placeholder: a parameter is stored in it and computed in another. build; the
 prices of a step, Built."""

@@ -11,7 +11,7 @@ and repr are free, and so is what `lazy_parts` does on a part.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -175,22 +175,41 @@ class Arrivals:
     def __init__(self, states: Mapping[int, State], written: Collection[int]) -> None:
         self.parts = [i for i, state in states.items() if state != I]
         self.whole = [i for i, state in states.items() if state == I]
-        self.written = [i for i in self.parts if i in written]
+        self.written = [i for i in states if i in written]
 
-    def take(self, values: MutableSequence[Any]) -> list[tuple[PartOrWhole, torch.Tensor]]:
+    def take(self, values: MutableSequence[Any]) -> list[Taken]:
         """Replace each such input by what the graph takes; see `give_back`."""
+        sources = {i: values[i] for i in self.written}
         for i in self.whole:
             values[i] = values[i].full_tensor()
-        read = [(i, values[i]._value) for i in self.written if values[i].gathered]
         for i in self.parts:
             values[i] = values[i]._value.local
-        return [(value, values[i]) for i, value in read]
+        return [
+            Taken(x, values[i], i not in self.whole, x.gathered, values[i].grad_fn)
+            for i, x in sources.items()
+        ]
 
 
-def give_back(taken: Sequence[tuple[PartOrWhole, torch.Tensor]]) -> None:
-    """Write parts that a graph has changed into wholes that somebody has read before."""
-    for value, part in taken:
-        value.read().copy_(value.part_of.gather(part))
+class Taken(NamedTuple):
+    """An input that a graph writes to, and what the graph was given of it: its part or the whole.
+    read: whether somebody has read the whole before. made_by: the autograd node of `given`."""
+
+    source: LazyGather
+    given: torch.Tensor
+    is_part: bool
+    read: bool
+    made_by: Any
+
+
+def give_back(taken: Sequence[Taken]) -> None:
+    """Write parts that a graph has changed into wholes that somebody has read before; and what
+    autograd has seen a graph write has the gradient of its new value."""
+    for source, given, is_part, read, made_by in taken:
+        value = source._value
+        if is_part and read:
+            value.read().copy_(value.part_of.gather(given.detach()))
+        if given.grad_fn is not made_by:
+            _Rewritten.apply(source, given, value.part_of if is_part else None)
 
 
 def wrap_outputs(
@@ -342,6 +361,24 @@ class _Wrap(torch.autograd.Function):
         if isinstance(grad, LazyGather):
             grad = grad.full_tensor()
         return ctx.part_of.cut_gradient(grad), None
+
+
+class _Rewritten(torch.autograd.Function):
+    """`tensor` from here on has the gradient of `new`, which its memory holds already."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, tensor: LazyGather, new: torch.Tensor, part_of: PartOf | None
+    ) -> LazyGather:
+        ctx.part_of = part_of
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        if isinstance(grad, LazyGather):
+            grad = grad.full_tensor()
+        return None, grad if ctx.part_of is None else ctx.part_of.cut_gradient(grad), None
 
 
 class _Read(torch.autograd.Function):

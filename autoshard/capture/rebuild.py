@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard.capture.interpreter import Extra, Hop, Slot, TraceState
 from autoshard.runtime import compat
-from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD, REWRITTEN
 
 aten = torch.ops.aten
 
@@ -63,7 +63,8 @@ class Seen(NamedTuple):
 class Rebuild:
     """The trace -> the graph that is handed out: readable names, joined extras, `diff`.
 
-    gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`.
+    gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`. hidden: of each
+    value written where autograd does not see it, the new value alone, and what it was before.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Rebuild:
         self.outputs: list[Any] = []
         self.earlier: dict[fx.Node, list[fx.Node]] = {}
         self.overwritten: set[fx.Node] = set()
-        self.stored: dict[fx.Node, fx.Node] = {}
+        self.hidden: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
     def run(self) -> fx.GraphModule:
         """The graph, with `meta[N_OUTPUTS]` and `meta[MUTATED]`."""
@@ -114,8 +115,16 @@ class Rebuild:
                 self._get_attr(node)
         count = self.seen.n_outputs + len(self.seen.mutated)
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
-        for i in range(self.seen.n_outputs, count):
-            kept[i] = self.stored.get(kept[i], kept[i])
+        for i, place in enumerate(self.seen.mutated, self.seen.n_outputs):
+            given = sources[place].meta.get("example_value", self.inputs[place])
+            before = kept[i]
+            while before in self.hidden:
+                before = self.hidden[before][1]
+            input_ = self.env[self.placeholders[place]]
+            if before is not input_ and given.requires_grad and not given.is_leaf:
+                input_.meta[REWRITTEN] = True
+            elif kept[i] in self.hidden:
+                kept[i] = self.hidden[kept[i]][0]
         output = self.graph.output(tuple(kept))
         output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
         self.graph.eliminate_dead_code()
@@ -194,7 +203,7 @@ class Rebuild:
             cut = self._detached(before, node)
             zero = self._derived(node, aten.sub.Tensor, (before, cut), {})
             value = self._derived(node, aten.add.Tensor, (new, zero), {})
-            self.stored[value] = new
+            self.hidden[value] = new, before
             return value
         return new
 

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autoshard.runtime.graph_meta import REWRITTEN
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 allow_in_graph = torch.compiler.allow_in_graph
@@ -222,6 +224,9 @@ def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
                 fake = torch.empty_strided(
                     fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
                 ).requires_grad_(fake.requires_grad)
+        if node.meta.get(REWRITTEN):  # a leaf may not be written to
+            with torch.enable_grad():
+                fake = fake.clone()
         fakes.append(fake)
     return fakes
 

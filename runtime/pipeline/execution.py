@@ -66,9 +66,8 @@ class RankPipeline:
     shared values of the graph's inputs; dims: the dim of which a micro-batch takes rows, of each
     that a stage reads. loss: the position of the output whose gradient is computed in the call;
     None: those of all outputs are awaited. kept: of the outputs beside a loss, those that may be
-    read in training; written: those that are written to inputs, which every rank gets. given: of
-    the parameters, inputs that every rank has; parts: the axes whose ranks have parts of their
-    gradients.
+    read in training, or are written to inputs. given: of the parameters, inputs that every rank
+    has; parts: the axes whose ranks have parts of their gradients.
     """
 
     axis: Axis
@@ -83,7 +82,6 @@ class RankPipeline:
     results: list[PipelineResult]
     loss: int | None
     kept: frozenset[int] = frozenset()
-    written: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
     parts: Sequence[Axis] = ()
     graded: torch.Tensor | None = None
@@ -104,7 +102,7 @@ class RankPipeline:
         loss = self._on_all(result, self._made(result, runs), channel)
         others = {
             each.position: self._awaited(each, runs, channel)
-            if each.position in self.kept | self.written
+            if each.position in self.kept
             else Withheld(each.like, each.position)
             for each in self.results
             if each is not result
@@ -241,10 +239,8 @@ class RankPipeline:
         self, result: PipelineResult, runs: Sequence[StageRun], channel: GroupChannel
     ) -> torch.Tensor:
         """A result that stays where it is made until somebody reads it: a collective over the axis,
-        and those of a stage. What is written to an input is sent now."""
+        and those of a stage."""
         parts, device = self._made(result, runs), channel.device
-        if result.position in self.written:
-            return self._on_all(result, parts, channel)
         axes = [self.axis, *(axis for axis, _ in result.shards)]
 
         def fetch() -> torch.Tensor:

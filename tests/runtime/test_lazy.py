@@ -222,6 +222,39 @@ def test_a_graph_writes_to_what_came_back(read: bool) -> None:
         torch.testing.assert_close(got, -2 * WHOLE, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("state", ["S(0)", "S(1)", I])
+def test_what_a_graph_wrote_has_the_gradient_of_the_new_value(state: str) -> None:
+    """Given the whole of what came back, or, of a cache without a gradient, the part."""
+    serial, made = WHOLE.clone().requires_grad_(), torch.full((4, 7), 3.0, requires_grad=True)
+    x = (serial * 1.0).detach() if state != I else serial * 1.0
+    x.mul_(made)
+    x.square().sum().backward()
+
+    def rank(axis: Axis) -> tuple[Axis, torch.Tensor | None, torch.Tensor]:
+        leaf, whole = wrapped("S(0)" if state == I else state, axis)
+        scale = torch.full((4, 7), 3.0, requires_grad=True)
+        own = scale if state == I else scale.narrow(int(state[2]), *bounds(axis))
+        values: list[Any] = [whole if state == I else whole.detach()]
+        x, arrivals = values[0], Arrivals({0: state}, written=[0])
+        taken = arrivals.take(values)
+        values[0].mul_(own)
+        give_back(taken)
+        x.square().sum().backward()
+        return axis, leaf.grad, scale.grad
+
+    def bounds(axis: Axis) -> tuple[int, int]:
+        return chunk_bounds(WHOLE.shape[int(state[2])], axis)
+
+    for axis, leaf, scale in run_ranks(2, rank):
+        if state == I:
+            torch.testing.assert_close(scale, made.grad)
+            torch.testing.assert_close(leaf, serial.grad.narrow(0, *chunk_bounds(4, axis)))
+        else:
+            dim = int(state[2])
+            own = [one.narrow(dim, *bounds(axis)) for one in (scale, made.grad)]
+            torch.testing.assert_close(*own)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("state", ["S(0)", "S(1)", "P"])
 def test_gradients_are_cut_back(state: str, n: int) -> None:

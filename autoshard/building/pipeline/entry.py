@@ -35,8 +35,8 @@ from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
-from autoshard.runtime.graph_meta import MUTATED
-from autoshard.runtime.lazy_gather import Arrivals, LazyGather
+from autoshard.runtime.graph_meta import MUTATED, REWRITTEN
+from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -188,13 +188,15 @@ def _on_wholes(
         eager_values = EagerValues(reals, capture(gm, example_inputs).meta[MUTATED])
     whole = {*returned, *eager_values.positions}
     fakes = [global_fake(x) if i in whole else x for i, x in enumerate(example_inputs)]
-    compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, ())
+    compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, returned)
 
     def run(*args: Any) -> Any:
         values = list(args)
         sources = eager_values.take(values)
-        arrivals.take(values)
-        return eager_values.give_back(sources, compiled(*values))
+        taken = arrivals.take(values)
+        outputs = compiled(*values)
+        give_back(taken)
+        return eager_values.give_back(sources, outputs)
 
     return run
 
@@ -236,6 +238,7 @@ def _runner(
     made = {each.position for each in rank.results}
     others = _others(program, results, made)
     written = program.microbatch.written
+    rewritten = {i for i in written.values() if places[i].meta.get(REWRITTEN)}
     around = len(rank.stages) > 1
     channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
     eager_values = EagerValues([item.real for item in inputs], {*written.values()})
@@ -265,16 +268,16 @@ def _runner(
         if rank.loss is None:  # a backward to come reads what was there
             for i in written.values():
                 values[i] = taken[i].clone()
-        given = [taken[i] for i in stored]
+        given = [values[i] for i in stored]
         with region, modes():
             parameters = _unsharded(given, unsharding)
             for i, parameter in zip(stored, parameters.values):
                 values[i] = parameter.detach()
             found = _call(rank, channel, parameters, values, together, backwards)
             found.update(others(values, given))
-            with torch.no_grad():
-                for position, i in written.items():
-                    taken[i].copy_(found.pop(position))
+        for position, i in written.items():
+            with contextlib.nullcontext() if i in rewritten else torch.no_grad():
+                taken[i].copy_(found.pop(position))
         left = (i for i in range(len(results)) if i not in written)
         return eager_values.give_back(sources, tuple(found.get(i, results[i]) for i in left))
 

@@ -79,13 +79,13 @@ class MicrobatchGraph:
     def graded(self) -> frozenset[int]:
         """Those of `positions` that have a gradient."""
         results: Any = self.serial.graph.output_node().args[0]
-        users = [i for i in self.positions if i not in self.written]
-        return frozenset(i for i in users if results[i].meta.get(DIFF))
+        return frozenset(i for i in self.positions if results[i].meta.get(DIFF))
 
     @property
     def written(self) -> dict[int, int]:
-        """The input to which a result of the serial graph is written (averages of a batch norm), by
-        the result's position: none is the user's, and every rank has each after a call."""
+        """The input to which a result of the serial graph is written (averages of a batch norm, an
+        activation of an earlier graph), by the result's position: no output of the user's, and
+        every rank has each after a call."""
         return dict(enumerate(self.serial.meta[MUTATED], self.serial.meta[N_OUTPUTS]))
 
     def returned(self, number: int) -> bool:
@@ -103,18 +103,17 @@ class MicrobatchGraph:
 
 
 def with_sums(
-    serial: fx.GraphModule, parameters: Mapping[fx.Node, str], ranks: Sequence[Axis] = ()
+    serial: fx.GraphModule, named: Mapping[fx.Node, str], ranks: Sequence[Axis] = ()
 ) -> None:
     """Rewrite what micro-batches could not add up to, in place: mean losses of `serial`.
 
-    ranks: data-parallel axes over all of whose tokens losses are means. Raises CaptureError for a
-    parameter that the model writes to.
+    named: the model's own parameters. ranks: data-parallel axes over all of whose tokens losses are
+    means. Raises CaptureError for a parameter that the model writes to.
     """
     places = serial.graph.find_nodes(op="placeholder")
-    for node in [places[i] for i in serial.meta[MUTATED] if places[i] in parameters]:
+    for node in [places[i] for i in serial.meta[MUTATED] if places[i] in named]:
         raise CaptureError(
-            f"the model writes to {parameters[node]} in forward, and pp stores it on one of the "
-            "stages",
+            f"the model writes to {named[node]} in forward, and pp stores it on one of the stages",
             remedy="Write to it outside of the compiled model, make it a buffer, or leave pp out "
             "of the mesh.",
         )

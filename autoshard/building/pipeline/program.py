@@ -252,7 +252,7 @@ def build_pipeline(
     shape = ScheduleShape(ranks, _microbatches(config, samples, ranks, pipeline), chunks)
     joins = False
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
-    with_sums(serial, parameters, counted)
+    with_sums(serial, _named(parameters), counted)
     try:
         microbatch = cut_batch(serial, parameters, batch, shape.microbatches)
     except CaptureError as error:

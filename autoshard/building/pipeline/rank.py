@@ -81,8 +81,7 @@ def rank_pipeline(
             for i, (position, state) in enumerate(zip(microbatch.positions, microbatch.states))
         ],
         loss=microbatch.loss,
-        kept=microbatch.kept,
-        written=frozenset(microbatch.written),
+        kept=microbatch.kept | microbatch.written.keys(),
         given=frozenset(place[node] for node in program.given),
         parts=[inside for inside in sharing if inside.name == "cp"],
     )

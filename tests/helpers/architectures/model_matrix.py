@@ -40,7 +40,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "ran
 import tiny_models  # noqa: E402
 
 import autoshard  # noqa: E402
-from autoshard.errors import PlanMismatchError  # noqa: E402
+from autoshard.errors import CollectiveError, PlanMismatchError  # noqa: E402
 from autoshard.model_source import copied  # noqa: E402
 from autoshard.verification.comparison import difference, finite, furthest, norm  # noqa: E402
 from autoshard.verification.subject import chunks, in_dtype  # noqa: E402
@@ -191,7 +191,9 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
                 break
             inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
-            other = isinstance(inner, PlanMismatchError)  # what another rank raised
+            other = isinstance(
+                inner, PlanMismatchError | CollectiveError
+            )  # what another rank raised
             if isinstance(inner, autoshard.AutoshardError) and not other:
                 return "refused", text
             plain = _plain(model, batch, mesh)
