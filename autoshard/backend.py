@@ -43,7 +43,7 @@ from autoshard.errors import ConfigError
 from autoshard.mesh_search import choose
 from autoshard.parameters import expect_reduced, store, store_what_is_left
 from autoshard.passes import PendingInput
-from autoshard.planning import is_view
+from autoshard.planning import memory_of, views_among
 from autoshard.program import Program, ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import (
@@ -53,6 +53,7 @@ from autoshard.runtime.agreement import (
     compare_every,
     wait_at_most,
 )
+from autoshard.runtime.arrivals import Arrivals, give_back, in_one_memory
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
@@ -64,7 +65,7 @@ from autoshard.runtime.graph_meta import (
     PENDING_INPUTS,
     WITHHELD,
 )
-from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back, wrap_outputs
+from autoshard.runtime.lazy_gather import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
     EagerValues,
@@ -273,6 +274,7 @@ def _runner(
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
     known: GradientLayouts = {}
     handed = _handed_out(program, sharded)
+    views = views_among(program.serial)
 
     def run(values: list[Any]) -> Any:
         check_copies()
@@ -285,8 +287,9 @@ def _runner(
             for i, shard in zip(sharded, shards):
                 values[i] = shard
             outputs = compiled(*values)
-            give_back(taken)
-            presented = withhold(present(outputs), values)
+            presented = withhold(give_back(taken, present(outputs)), values)
+            if views:
+                presented = in_one_memory(presented, views)
             keep_copies(presented, copied)
             return presented
 
@@ -299,19 +302,12 @@ def _handed_out(program: Program, stored: Sequence[int]) -> dict[int, tuple[str,
     serial = program.serial
     placeholders = {n: i for i, n in enumerate(serial.graph.find_nodes(op="placeholder"))}
     outputs: Any = serial.graph.output_node().args[0]
-    sources = [_viewed(output) for output in outputs[: serial.meta[N_OUTPUTS]]]
+    sources = [memory_of(output) for output in outputs[: serial.meta[N_OUTPUTS]]]
     return {
         i: (program.parameters[node], placeholders[node])
         for i, node in enumerate(sources)
         if node in program.parameters and placeholders[node] in stored
     }
-
-
-def _viewed(node: Any) -> Any:
-    """What a value is a view of; itself where it is none."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
-        node = node.args[0]
-    return node
 
 
 def _arriving(program: Program, inputs: list[compat.GraphInput]) -> dict[int, State]:

@@ -10,14 +10,15 @@ and repr are free, and so is what `lazy_parts` does on a part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableSequence, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis, I, P, S, State, chunk_size, shard_dim
+from autoshard.runtime.errors import AutoshardError
 from autoshard.runtime.lazy_parts import (
     COPIES,
     FILLS,
@@ -46,6 +47,7 @@ class LazyGather(torch.Tensor):
     """
 
     _value: PartOrWhole
+    in_one_memory = False  # with another output of its graph
 
     @staticmethod
     def __new__(
@@ -94,7 +96,13 @@ class LazyGather(torch.Tensor):
             return made
         # An in-place operator changes the whole, which every later use reads; autograd returns
         # the LazyGather itself, whatever is returned here.
-        aliases = any(one.alias_info is not None for one in func._schema.arguments)
+        aliases = [one.alias_info for one in func._schema.arguments if one.alias_info is not None]
+        if any(one.is_write for one in aliases) and getattr(args[0], "in_one_memory", False):
+            raise AutoshardError(
+                f"{func} writes to an output of a graph, of shape {tuple(args[0].shape)}, that is "
+                "a view of another output of it, or has one, which would not see it",
+                remedy="Write to a clone() of it, or make the view outside of the compiled model.",
+            )
         read = _read if aliases else _look
         args, kwargs = pytree.tree_map_only(LazyGather, read, (args, kwargs))
         return func(*args, **kwargs)
@@ -164,52 +172,6 @@ class LazyGather(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
     ) -> LazyGather:
         return LazyGather(PartOrWhole(inner["_local"], context), shape, False, stride)
-
-
-class Arrivals:
-    """The inputs of a graph that come back from an earlier one, and enter as this rank's parts.
-
-    states: by position; I: the graph takes the whole. written: positions that the graph writes to.
-    """
-
-    def __init__(self, states: Mapping[int, State], written: Collection[int]) -> None:
-        self.parts = [i for i, state in states.items() if state != I]
-        self.whole = [i for i, state in states.items() if state == I]
-        self.written = [i for i in states if i in written]
-
-    def take(self, values: MutableSequence[Any]) -> list[Taken]:
-        """Replace each such input by what the graph takes; see `give_back`."""
-        sources = {i: values[i] for i in self.written}
-        for i in self.whole:
-            values[i] = values[i].full_tensor()
-        for i in self.parts:
-            values[i] = values[i]._value.local
-        return [
-            Taken(x, values[i], i not in self.whole, x.gathered, values[i].grad_fn)
-            for i, x in sources.items()
-        ]
-
-
-class Taken(NamedTuple):
-    """An input that a graph writes to, and what the graph was given of it: its part or the whole.
-    read: whether somebody has read the whole before. made_by: the autograd node of `given`."""
-
-    source: LazyGather
-    given: torch.Tensor
-    is_part: bool
-    read: bool
-    made_by: Any
-
-
-def give_back(taken: Sequence[Taken]) -> None:
-    """Write parts that a graph has changed into wholes that somebody has read before; and what
-    autograd has seen a graph write has the gradient of its new value."""
-    for source, given, is_part, read, made_by in taken:
-        value = source._value
-        if is_part and read:
-            value.read().copy_(value.part_of.gather(given.detach()))
-        if given.grad_fn is not made_by:
-            _Rewritten.apply(source, given, value.part_of if is_part else None)
 
 
 def wrap_outputs(
@@ -361,24 +323,6 @@ class _Wrap(torch.autograd.Function):
         if isinstance(grad, LazyGather):
             grad = grad.full_tensor()
         return ctx.part_of.cut_gradient(grad), None
-
-
-class _Rewritten(torch.autograd.Function):
-    """`tensor` from here on has the gradient of `new`, which its memory holds already."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, tensor: LazyGather, new: torch.Tensor, part_of: PartOf | None
-    ) -> LazyGather:
-        ctx.part_of = part_of
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
-        if isinstance(grad, LazyGather):
-            grad = grad.full_tensor()
-        return None, grad if ctx.part_of is None else ctx.part_of.cut_gradient(grad), None
 
 
 class _Read(torch.autograd.Function):

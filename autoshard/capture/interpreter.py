@@ -159,6 +159,8 @@ class Interpreter(fx.Interpreter):
             return args[0]
         if target is compat.GET_DATA:
             return args[0].detach()
+        if target is torch.detach_:
+            return self._detach(args[0])
         if target is torch.tensor and not state.node.all_input_nodes:
             return self._constant(args, kwargs)
         if region := _REGIONS.get(target):
@@ -185,7 +187,21 @@ class Interpreter(fx.Interpreter):
             where = source_line(self.state.node.meta.get("stack_trace"))
             raise CaptureError(told, where=where, remedy="Use the other tensor itself.")
         with self.state.at(args, kwargs):
+            if target == "detach_":
+                return self._call_function(torch.detach_, args, {})
             return super().call_method(target, args, kwargs)
+
+    def _detach(self, x: torch.Tensor) -> torch.Tensor:
+        """`x.detach_()`, of which a functional trace has nothing: a write of `x` without its
+        gradient, which a view of it would see, too."""
+        for y in self.env.values():
+            if y is not x and isinstance(y, FunctionalTensor) and compat.same_storage(y, x):
+                raise CaptureError(
+                    "a tensor that has views is detached in place",
+                    where=source_line(self.state.node.meta.get("stack_trace")),
+                    remedy="Write x = x.detach().",
+                )
+        return x.copy_(x.detach())
 
     def _inline(self, name: str, args: Any) -> Any:
         body, operands = args[0], args[_INLINED[name] :]

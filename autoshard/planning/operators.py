@@ -4,6 +4,7 @@ The entries are packets (every overload of an operator), so that one set serves 
 and the graphs AOTAutograd makes; `packet(node)` is what to look up.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from autoshard.runtime import randomness
+from autoshard.runtime.graph_meta import N_OUTPUTS
 from autoshard.runtime.masked_attention import MASKED_ATTENTION
 from autoshard.runtime.operators import FLOAT8_LINEAR
 
@@ -111,6 +113,21 @@ def is_causal(node: fx.Node) -> bool:
 def is_view(node: fx.Node) -> bool:
     """Whether an operator may return another name for its operand's memory, by its schema."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def memory_of(node: Any) -> Any:
+    """What a value is a view or an element of; itself where it is none."""
+    while isinstance(node, fx.Node) and (node.target is operator.getitem or is_view(node)):
+        node = node.args[0]
+    return node
+
+
+def views_among(gm: fx.GraphModule) -> list[tuple[int, int]]:
+    """The positions of those results of the user's that are views of another one, after its."""
+    results: Any = gm.graph.output_node().args[0][: gm.meta[N_OUTPUTS]]
+    places = {node: i for i, node in enumerate(results) if isinstance(node, fx.Node)}
+    bases = {i: memory_of(node) for node, i in places.items()}
+    return [(places[base], i) for i, base in bases.items() if places.get(base, i) != i]
 
 
 def unflattened(node: Any, dims: int) -> fx.Node | None:

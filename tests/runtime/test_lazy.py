@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from autoshard.runtime import compat, lazy_parts
+from autoshard.runtime.arrivals import Arrivals, give_back
 from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
-from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back, lazy, wrap_outputs
+from autoshard.runtime.lazy_gather import LazyGather, lazy, wrap_outputs
 from autoshard.runtime.mesh import init_mesh
 from gloo_pool import GlooPool
 

@@ -30,13 +30,15 @@ from autoshard.compiling import compile_local, traced_microbatch, use_by
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.parameters import store_at_home
+from autoshard.planning import views_among
 from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree
+from autoshard.runtime.arrivals import Arrivals, give_back, in_one_memory
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.graph_meta import MUTATED, REWRITTEN
-from autoshard.runtime.lazy_gather import Arrivals, LazyGather, give_back
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
@@ -188,14 +190,16 @@ def _on_wholes(
         eager_values = EagerValues(reals, capture(gm, example_inputs).meta[MUTATED])
     whole = {*returned, *eager_values.positions}
     fakes = [global_fake(x) if i in whole else x for i, x in enumerate(example_inputs)]
+    for i in returned:
+        with torch.enable_grad():
+            fakes[i] = fakes[i].clone()  # a leaf may not be written to
     compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, returned)
 
     def run(*args: Any) -> Any:
         values = list(args)
         sources = eager_values.take(values)
         taken = arrivals.take(values)
-        outputs = compiled(*values)
-        give_back(taken)
+        outputs = give_back(taken, compiled(*values))
         return eager_values.give_back(sources, outputs)
 
     return run
@@ -237,7 +241,7 @@ def _runner(
     results: Sequence[Any] = program.microbatch.serial.graph.output_node().args[0]  # type: ignore[assignment]
     made = {each.position for each in rank.results}
     others = _others(program, results, made)
-    written = program.microbatch.written
+    written, views = program.microbatch.written, views_among(program.microbatch.serial)
     rewritten = {i for i in written.values() if places[i].meta.get(REWRITTEN)}
     around = len(rank.stages) > 1
     channel = GroupChannel(axis, _device(device), groups_of(mesh, "pp"), around)
@@ -279,7 +283,8 @@ def _runner(
             with contextlib.nullcontext() if i in rewritten else torch.no_grad():
                 taken[i].copy_(found.pop(position))
         left = (i for i in range(len(results)) if i not in written)
-        return eager_values.give_back(sources, tuple(found.get(i, results[i]) for i in left))
+        outputs = in_one_memory([found.get(i, results[i]) for i in left], views)
+        return eager_values.give_back(sources, outputs)
 
     return run
 

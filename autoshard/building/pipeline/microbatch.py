@@ -27,7 +27,7 @@ from autoshard.passes import Localize, rank_program
 from autoshard.planning import Decisions, Strategy, is_loss, operands, reached, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
-from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS
+from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, OWN_AXIS, REWRITTEN
 from autoshard.runtime.operators import Bound, own_tokens, unbound
 from autoshard.runtime.randomness import on_microbatch, on_shard, shared_seed
 
@@ -258,7 +258,7 @@ class _Core:
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
             new = self.graph.placeholder(node.name)
-        new.meta = {**node.meta, **meta}
+        new.meta = {**node.meta, **meta, REWRITTEN: False}  # a call writes, no stage
         self.strategies[new] = Strategy((), state)
         return new
 
