@@ -67,6 +67,7 @@ from autoshard.runtime.compat.frames import (
     compiling,
     graph_inputs,
     hold_sizes,
+    kind_of_restart,
     lighten_guards,
     mark_dynamic,
     never_a_frame,

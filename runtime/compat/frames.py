@@ -44,6 +44,11 @@ RESTARTS = (
 graph break before what no fake tensor can say (the number in a tensor, a shape that it decides)."""
 
 
+def kind_of_restart(error: Exception) -> int:
+    """The position of an exception's class in RESTARTS."""
+    return next(i for i, kind in enumerate(RESTARTS) if isinstance(error, kind))
+
+
 def trace_again() -> None:
     """Have Dynamo take an exception of RESTARTS for what it is: where a graph has an operator that
     `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,21 @@ def test_writes_that_autograd_sees() -> None:
         return a + b + row * scale
 
     check(Fn(fn), [x48(), x48()])
+
+
+def test_values_are_detached_in_place() -> None:
+    """And written afterwards; what has views is refused, as these keep their gradients."""
+
+    def fn(self: Any, x: torch.Tensor, y: torch.Tensor, view: bool = False) -> torch.Tensor:
+        a, b = self.lin(x), self.lin(x).sin()
+        row = a[0] if view else y[0]
+        torch.detach_(a)
+        b.detach_().mul_(self.lin(y))
+        return a * self.lin(x) + b + row
+
+    check(Fn(fn), [x48(), x48()])
+    with pytest.raises(Exception, match=r"has views is detached in place.*x.detach\(\)"):
+        check(Fn(functools.partial(fn, view=True)), [x48(), x48()])
 
 
 def test_inference_region() -> None:

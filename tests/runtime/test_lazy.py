@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from autoshard.runtime import compat, lazy_parts
-from autoshard.runtime.arrivals import Arrivals, give_back
-from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives import redistribution as collectives
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
@@ -201,59 +199,6 @@ def test_an_order_of_what_is_split_reads_the_whole() -> None:
     order = torch.tensor([3, 1, 0, 2])
     for got in run_ranks(2, lambda axis: wrapped("S(0)", axis)[1].index_select(0, order)):
         torch.testing.assert_close(got, WHOLE[order], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_a_graph_writes_to_what_came_back(read: bool) -> None:
-    """Somebody who has read the whole before sees the write as in an ordinary tensor."""
-
-    def rank(axis: Axis) -> torch.Tensor:
-        whole = wrapped("S(1)", axis)[1].detach()
-        view = whole[1:] if read else None
-        values: list[Any] = [torch.zeros(1), whole, whole]
-        taken = Arrivals({1: "S(1)", 2: I}, written=[1]).take(values)
-        assert values[1].shape[1] < 7 and values[2].shape[1] == 7
-        values[1].mul_(-2)
-        give_back(taken)
-        if view is not None:
-            torch.testing.assert_close(view, -2 * WHOLE[1:], rtol=0, atol=0)
-        return whole.add(0)
-
-    for got in run_ranks(2, rank):
-        torch.testing.assert_close(got, -2 * WHOLE, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("state", ["S(0)", "S(1)", I])
-def test_what_a_graph_wrote_has_the_gradient_of_the_new_value(state: str) -> None:
-    """Given the whole of what came back, or, of a cache without a gradient, the part."""
-    serial, made = WHOLE.clone().requires_grad_(), torch.full((4, 7), 3.0, requires_grad=True)
-    x = (serial * 1.0).detach() if state != I else serial * 1.0
-    x.mul_(made)
-    x.square().sum().backward()
-
-    def rank(axis: Axis) -> tuple[Axis, torch.Tensor | None, torch.Tensor]:
-        leaf, whole = wrapped("S(0)" if state == I else state, axis)
-        scale = torch.full((4, 7), 3.0, requires_grad=True)
-        own = scale if state == I else scale.narrow(int(state[2]), *bounds(axis))
-        values: list[Any] = [whole if state == I else whole.detach()]
-        x, arrivals = values[0], Arrivals({0: state}, written=[0])
-        taken = arrivals.take(values)
-        values[0].mul_(own)
-        give_back(taken)
-        x.square().sum().backward()
-        return axis, leaf.grad, scale.grad
-
-    def bounds(axis: Axis) -> tuple[int, int]:
-        return chunk_bounds(WHOLE.shape[int(state[2])], axis)
-
-    for axis, leaf, scale in run_ranks(2, rank):
-        if state == I:
-            torch.testing.assert_close(scale, made.grad)
-            torch.testing.assert_close(leaf, serial.grad.narrow(0, *chunk_bounds(4, axis)))
-        else:
-            dim = int(state[2])
-            own = [one.narrow(dim, *bounds(axis)) for one in (scale, made.grad)]
-            torch.testing.assert_close(*own)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from autoshard.errors import AutoshardError
 from autoshard.runtime.collectives import run_ranks
 from autoshard.runtime.lazy_gather import lazy
 from autoshard.verification.comparison import furthest
@@ -253,58 +252,6 @@ def test_buffers_are_written_back_equal_on_all_ranks(gloo2: Any, axis: str) -> N
     assert all(r["buffers"] < 1e-6 for r in results), results
     assert results[0]["values"] == results[1]["values"]
     assert results[0]["values"]["calls"] == 3
-
-
-class Written(nn.Module):
-    """A second graph that writes to an activation of the first one, which is returned besides."""
-
-    def __init__(self, loss: bool) -> None:
-        super().__init__()
-        self.loss, self.fill = loss, nn.Parameter(torch.full((WIDTH,), 0.5))
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.up(x)
-        torch._dynamo.graph_break()
-        x[:, ::2] = self.fill
-        with torch.no_grad():
-            x[:, 1] *= 2  # of which the gradient is as if it were not
-        y = self.down(x.square())
-        return y.square().mean() if self.loss else y, x
-
-
-def activation_written(axis: str, loss: bool) -> tuple[dict[str, Any], str]:
-    """Steps of a loss that reads what was written, where the model returns none; and the error of
-    one beside the model's own."""
-    torch.manual_seed(0)
-    pair, x, refused = Pair(Written(loss), mesh={axis: 2}), torch.randn(4, 8, WIDTH), ""
-    for _ in range(2):
-        made = pair.compiled(x), pair.serial(x)
-        pair.loss = furthest([pair.loss, *map(difference, *made)])
-        for y, written in made:
-            (y if loss else y.square().sum() + written.sin().sum()).backward()
-        pair.compare_gradients()
-    try:
-        pair.compiled(x)[1].sum().backward()
-    except AutoshardError as error:
-        refused = str(error)
-    return pair.result(), refused
-
-
-@pytest.mark.parametrize(
-    ("axis", "loss"),
-    [
-        ("tp", False),
-        ("pp", False),
-        ("pp", True),
-        pytest.param("dp_shard", False, marks=pytest.mark.slow),
-        pytest.param("cp", False, marks=pytest.mark.slow),
-    ],
-)
-def test_an_activation_is_written_between_graphs(gloo2: Any, axis: str, loss: bool) -> None:
-    for result, refused in gloo2(activation_written, axis, loss):
-        assert furthest(result[kind] for kind in ("loss", "gradient")) < TOLERANCE, result
-        assert ("what it writes to an input" in refused) == loss, refused
 
 
 class Excluded(nn.Module):

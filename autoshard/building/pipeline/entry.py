@@ -33,7 +33,7 @@ from autoshard.parameters import store_at_home
 from autoshard.planning import views_among
 from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import CollectiveRegion, agree
+from autoshard.runtime.agreement import CollectiveRegion, agree, gather
 from autoshard.runtime.arrivals import Arrivals, give_back, in_one_memory
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
@@ -163,16 +163,36 @@ def pipelined(
         compat.store_in_trace(inputs, new, lambda: store_at_home(new, mesh, config))
         return pipelined(gm, example_inputs, inputs, mesh, config, device)
     train = torch.is_grad_enabled()  # Dynamo has a program for each mode
-    with compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad():
+    with (
+        _together(axis),
+        compat.explicit_modes(True) if compat.autocast_is_on() else torch.enable_grad(),
+    ):
         if train:
             fit_stages(program, [axis.rank], config)
         rank = rank_pipeline(program, axis, sharing, config.inner, train)
-    again = lines_of_recomputation(program)
-    for one in sharing:
-        agree("compiled pipeline", digest_of(again), again, one)
-    agree("compiled pipeline", "", [], axis)  # nobody runs before everybody can
+        again = lines_of_recomputation(program)
+        for one in sharing:
+            agree("compiled pipeline", digest_of(again), again, one)
     compat.lighten_guards({i.source: i.real for i in inputs if isinstance(i.real, nn.Parameter)})
     return _runner(program, rank, inputs, mesh, config, device, microbatch)
+
+
+@contextlib.contextmanager
+def _together(axis: Axis) -> Iterator[None]:
+    """Nobody runs before everybody can, and where one stage cannot be traced (a mask decides the
+    shape of its values), Dynamo breaks the graph on all ranks."""
+    asked: Exception | None = None
+    try:
+        yield
+    except compat.RESTARTS as error:
+        asked = error
+    own = None if asked is None else compat.kind_of_restart(asked)
+    kinds = gather(own, "compiled pipeline", axis, alike=True)
+    if asked is not None:
+        raise asked
+    for kind in kinds:
+        if kind is not None:
+            raise compat.RESTARTS[kind]("what another stage computes")
 
 
 def _on_wholes(
