@@ -148,9 +148,9 @@ class _BesideLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         raise AutoshardError(
-            f"a gradient arrived at output {ctx.number} of a pipeline (what it writes to an input "
-            "counts as one, after those it returns), beside the loss that it returns too, whose "
-            "backwards the call has run already",
+            f"a gradient arrived at output {ctx.number} of a pipeline, beside the loss that it "
+            "returns too, whose backwards the call has run already (what it writes to an input "
+            "counts as an output, after those it returns)",
             remedy="Use options={'pipeline': {'schedule': 'gpipe'}}, whose backwards run when "
             "gradients arrive, compute the whole loss in the compiled model, or detach the "
             "output.",
