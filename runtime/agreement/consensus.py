@@ -207,8 +207,8 @@ def attempt() -> Iterator[None]:
     """
     try:
         yield
-    except compat.RESTARTS:  # nothing has failed
-        compat.trace_again()
+    except compat.RESTARTS as error:  # nothing has failed
+        compat.trace_again(error)
         raise
     except Exception as error:
         exchange = current_exchange()

@@ -26,7 +26,13 @@ from torch._guards import Guard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from autoshard.runtime.compat.frames import GraphInput, RestartTrace, name_of, skips_tensors
+from autoshard.runtime.compat.frames import (
+    MOVED,
+    GraphInput,
+    RestartTrace,
+    name_of,
+    skips_tensors,
+)
 
 OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -268,7 +274,7 @@ def store_in_trace(
         guards.add(Guard(source, create, stack=guard.stack, user_stack=guard.user_stack))
     for module in readers.values():
         guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
-    tx.output.__dict__["_autoshard_moved"] = moved  # Dynamo's records go by their ids
+    tx.output.__dict__[MOVED] = moved  # Dynamo's records go by their ids
     inputs[:] = now
 
 

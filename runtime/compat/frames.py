@@ -35,6 +35,9 @@ allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 TraceError = TorchDynamoException  # of what torch.compile cannot trace, and of nothing else
 
+MOVED = "_autoshard_moved"
+"""Of Dynamo's output graph: the parameters that were stored while it stood, by the old ones."""
+
 RESTARTS = (
     UnspecializeRestartAnalysis,
     TensorifyScalarRestartAnalysis,
@@ -49,12 +52,17 @@ def kind_of_restart(error: Exception) -> int:
     return next(i for i, kind in enumerate(RESTARTS) if isinstance(error, kind))
 
 
-def trace_again() -> None:
+def trace_again(error: Exception) -> None:
     """Have Dynamo take an exception of RESTARTS for what it is: where a graph has an operator that
-    `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's."""
+    `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's. Where
+    this trace has stored parameters, the next one reads others, and Dynamo would find it astray:
+    raises RestartTrace, after which the exception comes again."""
     if torch._guards.CompileContext.current_compile_id() is not None:
         translator: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
         translator.output.has_user_defined_allowed_in_graph = False
+        moved = vars(translator.output).get(MOVED)
+        if moved is not None and not isinstance(error, RestartTrace):
+            raise RestartTrace(keep=moved)
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):

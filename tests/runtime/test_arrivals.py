@@ -137,6 +137,44 @@ def test_an_activation_is_written_between_graphs(
         assert ("what it writes to an input" in refused) == loss, refused
 
 
+class Chosen(nn.Module):
+    """Rows that a mask chooses, as far as there are any (audio tokens in a batch of text)."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+        self.up, self.own, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        mask = x.detach()[..., 0] > self.above
+        torch._dynamo.graph_break()
+        rows = x[mask]
+        torch._dynamo.graph_break()
+        rows = self.own(rows)
+        torch._dynamo.graph_break()
+        x[mask] = rows
+        y: torch.Tensor = self.down(x)
+        return y
+
+
+def chosen(axis: str, above: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    pair, x = Pair(Chosen(above), mesh={axis: 2}), torch.randn(4, 8, WIDTH)
+    pair.backward(lambda model: model(x).square().mean())
+    pair.compare_gradients()
+    return pair.result()
+
+
+@pytest.mark.parametrize(
+    ("axis", "above"),
+    [("pp", float("inf")), pytest.param("tp", 0.0, marks=pytest.mark.slow)],
+)
+def test_rows_that_a_mask_chooses(gloo2: Any, axis: str, above: float) -> None:
+    for result in gloo2(chosen, axis, above):
+        assert furthest(result[kind] for kind in ("loss", "gradient")) < TOLERANCE, result
+
+
 class Viewed(nn.Module):
     """A view that is made in one graph, or between two, and written in the next; a value that is
     detached in place."""

@@ -205,6 +205,34 @@ def test_what_no_fake_tensor_knows_is_left_to_eager_code(gloo2: Any, axis: str) 
     assert any(r["share"] for r in results), "no parameter is stored in parts"
 
 
+class Special(nn.Module):
+    """A token with a parameter of its own (T5Gemma 2): the backend stores the parameters, and then
+    finds that no fake tensor knows how many rows the mask chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.row = nn.Parameter(torch.linspace(0, 1, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x[ids == 3] = self.row
+        y: torch.Tensor = self.head(x)
+        return y.square().mean()
+
+
+def special(axis: str) -> dict[str, Any]:
+    pair = Pair(Special(), mesh={axis: 2})
+    pair.train([lambda m, s=s: m(ids(s, 32)) for s in range(2)])
+    return pair.result()
+
+
+@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
+def test_a_mask_that_no_fake_tensor_knows_breaks_the_graph(gloo2: Any, axis: str) -> None:
+    results = gloo2(special, axis)
+    assert furthest(r[kind] for r in results for kind in ("loss", "gradient")) < TOLERANCE
+
+
 class Counting(nn.Module):
     """BatchNorm, a counter that is added to in place, and an average that is written through."""
 

@@ -342,9 +342,9 @@ def _batch(
     plain = [node for node, size in sizes.items() if size > 1 and not node.meta.get(DIFF)]
     dims = max((value(node).dim() for node in plain), default=0)
     made = {node for node in sizes if node.meta.get(DIFF) and value(node).dim() <= dims}
-    samples = max((size for node, size in sizes.items() if node not in made), default=1)
+    samples = max((size for node, size in sizes.items() if node not in made), default=1) or 1
     for node, name in given:
-        if node not in made and sizes.get(node, 1) not in (1, samples):
+        if node not in made and sizes.get(node, 1) not in (0, 1, samples):
             raise ConfigError(
                 f"{name} has shape {tuple(value(node).shape)}, and the batch has {samples} "
                 "samples: pp cuts the first dim of what the model is given",
