@@ -117,11 +117,11 @@ class Rebuild:
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
         for i, place in enumerate(self.seen.mutated, self.seen.n_outputs):
             given = sources[place].meta.get("example_value", self.inputs[place])
-            before = kept[i]
-            while before in self.hidden:
-                before = self.hidden[before][1]
+            first = kept[i]
+            while first in self.hidden:
+                first = self.hidden[first][1]
             input_ = self.env[self.placeholders[place]]
-            if before is not input_ and given.requires_grad and not given.is_leaf:
+            if first is not input_ and given.requires_grad and not given.is_leaf:
                 input_.meta[REWRITTEN] = True
             elif kept[i] in self.hidden:
                 kept[i] = self.hidden[kept[i]][0]

@@ -124,8 +124,9 @@ def memory_of(node: Any) -> Any:
 
 def views_among(gm: fx.GraphModule) -> list[tuple[int, int]]:
     """The positions of those results of the user's that are views of another one, after its."""
-    results: Any = gm.graph.output_node().args[0][: gm.meta[N_OUTPUTS]]
-    places = {node: i for i, node in enumerate(results) if isinstance(node, fx.Node)}
+    results: Any = gm.graph.output_node().args[0]
+    users = enumerate(results[: gm.meta[N_OUTPUTS]])
+    places = {node: i for i, node in users if isinstance(node, fx.Node)}
     bases = {i: memory_of(node) for node, i in places.items()}
     return [(places[base], i) for i, base in bases.items() if places.get(base, i) != i]
 

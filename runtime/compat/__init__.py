@@ -73,6 +73,7 @@ from autoshard.runtime.compat.frames import (
     never_a_frame,
     not_traced,
     registered_backend,
+    restart_of,
     running_ddp,
     specialize_floats,
     trace_again,

@@ -48,8 +48,14 @@ graph break before what no fake tensor can say (the number in a tensor, a shape 
 
 
 def kind_of_restart(error: Exception) -> int:
-    """The position of an exception's class in RESTARTS."""
+    """What another rank gives to `restart_of` to do as the one that has raised this."""
     return next(i for i, kind in enumerate(RESTARTS) if isinstance(error, kind))
+
+
+def restart_of(kind: int) -> Exception:
+    """An exception of RESTARTS, by what `kind_of_restart` has said of one."""
+    made: Any = RESTARTS[kind]
+    return made("what another rank computes")  # type: ignore[no-any-return]
 
 
 def trace_again(error: Exception) -> None:

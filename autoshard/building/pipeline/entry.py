@@ -192,7 +192,7 @@ def _together(axis: Axis) -> Iterator[None]:
         raise asked
     for kind in kinds:
         if kind is not None:
-            raise compat.RESTARTS[kind]("what another stage computes")
+            raise compat.restart_of(kind)
 
 
 def _on_wholes(
