@@ -53,7 +53,6 @@ from autoshard.runtime.agreement import (
     compare_every,
     wait_at_most,
 )
-from autoshard.runtime.arrivals import Arrivals, give_back, in_one_memory
 from autoshard.runtime.collectives import State, shard_dim
 from autoshard.runtime.graph_meta import (
     ENABLE_GRAD,
@@ -68,13 +67,16 @@ from autoshard.runtime.graph_meta import (
 from autoshard.runtime.lazy_gather import LazyGather, wrap_outputs
 from autoshard.runtime.mesh import Mesh, data_coordinate, init_mesh, start_world
 from autoshard.runtime.parameters import (
+    Arrivals,
     EagerValues,
     GradientLayouts,
     ParameterPolicy,
     as_dtensors,
     cast_parameters,
     check_copies,
+    give_back,
     has_policy,
+    in_one_memory,
     is_eager_value,
     keep_copies,
     on_backward_done,

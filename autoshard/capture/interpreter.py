@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -151,7 +151,13 @@ class Interpreter(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.state.at(args, kwargs):
-            return self._call_function(target, args, kwargs)
+            detaches = target in (torch.detach, compat.GET_DATA)
+            return self._cut(detaches, self._call_function(target, args, kwargs))
+
+    def _cut(self, is_detach: bool, found: Any) -> Any:
+        if is_detach and isinstance(found, FunctionalTensor):
+            self.state.cut.append(self.state.output(unwrap(found)))
+        return found
 
     def _call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
@@ -189,7 +195,7 @@ class Interpreter(fx.Interpreter):
         with self.state.at(args, kwargs):
             if target == "detach_":
                 return self._call_function(torch.detach_, args, {})
-            return super().call_method(target, args, kwargs)
+            return self._cut(target == "detach", super().call_method(target, args, kwargs))
 
     def _detach(self, x: torch.Tensor) -> torch.Tensor:
         """`x.detach_()`, of which a functional trace has nothing: a write of `x` without its
@@ -230,7 +236,8 @@ class TraceState:
     """The state of a trace at its present node.
 
     extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
-    replaced: (value before, value after) of each write into a tensor.
+    replaced: (value before, value after) of each write into a tensor. own: the values after writes,
+    of those that were written by their own name. cut: what the model detached.
     """
 
     def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
@@ -242,6 +249,8 @@ class TraceState:
         self.hops: list[Hop] = []
         self.extra_outputs: list[Any] = []
         self.replaced: list[tuple[Slot, Slot]] = []
+        self.own: list[Slot] = []
+        self.cut: list[Slot] = []
         self.node: fx.Node
         self._seen: dict[int, tuple[Any, Any]] = {}
         self._extra = extra
@@ -273,18 +282,21 @@ class TraceState:
         yield
         meta.clear()
         meta.update(before)
-        self._look(operands)
+        self._look(operands, operands[:1])
 
-    def _look(self, operands: list[Any]) -> None:
+    def _look(self, operands: list[Any], written: Sequence[Any] = ()) -> None:
         """Record each operand whose value was replaced since it was last looked at."""
         for operand in operands:
             now = unwrap(operand)
             _, last = self._seen.get(id(operand), (operand, now))
             if now is not last:
-                self.replaced.append((self._output(last), self._output(now)))
+                self.replaced.append((self.output(last), self.output(now)))
+                if any(operand is one for one in written):
+                    self.own.append(self.replaced[-1][1])
             self._seen[id(operand)] = (operand, now)
 
-    def _output(self, value: Any) -> Slot:
+    def output(self, value: Any) -> Slot:
+        """One more output of the trace."""
         self.extra_outputs.append(value)
         return Slot(len(self.extra_outputs) - 1)
 
@@ -306,7 +318,7 @@ class TraceState:
         bodies, backward = 0, self.node.target is torch.ops.higher_order.autograd_function_apply
         for leaf in leaves:
             if isinstance(leaf, (torch.Tensor, torch.SymInt)):
-                operands.append(self._output(unwrap(leaf)))
+                operands.append(self.output(unwrap(leaf)))
             elif isinstance(leaf, fx.GraphModule) and not (bodies and backward):
                 bodies += 1
                 operands.append(self.mode.wrap_subgraph(leaf))

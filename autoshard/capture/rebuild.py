@@ -65,6 +65,7 @@ class Rebuild:
 
     gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`. hidden: of each
     value written where autograd does not see it, the new value alone, and what it was before.
+    memories: what was written by the name of a detached tensor; cut: what the model detached.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class Rebuild:
         self.earlier: dict[fx.Node, list[fx.Node]] = {}
         self.overwritten: set[fx.Node] = set()
         self.hidden: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self.cut: set[Any] = set()
+        self.memories: set[fx.Node] = set()
 
     def run(self) -> fx.GraphModule:
         """The graph, with `meta[N_OUTPUTS]` and `meta[MUTATED]`."""
@@ -100,6 +103,9 @@ class Rebuild:
             old, new = self._output(before), self._output(after)
             if isinstance(old, fx.Node) and isinstance(new, fx.Node):
                 self.earlier.setdefault(new, []).append(old)
+        self.cut = {self._output(slot) for slot in self.seen.state.cut}
+        written = [self._output(slot) for slot in self.seen.state.own]
+        self.memories = {_memory(node) for node in written if _is_detached(node)}
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.position = {node: i for i, node in enumerate(self.placeholders)}
         sources = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
@@ -178,6 +184,9 @@ class Rebuild:
         self.env[node] = new
 
     def _call(self, node: fx.Node) -> None:
+        if self._is_written(node):
+            self.env[node] = self._at(node.args[0])  # type: ignore[arg-type]
+            return
         if node.target is aten.copy.default:
             self.env[node] = self._with_gradient(node, self._copy(node))
             return
@@ -188,6 +197,15 @@ class Rebuild:
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
         self.env[node] = self._with_gradient(node, new)
+
+    def _is_written(self, node: fx.Node) -> bool:
+        """Whether a detached value is traced again as it was written by that name: the trace writes
+        to the memory and detaches it anew, and what was written has a gradient."""
+        memory = _memory(node)
+        if node.target is not aten.detach.default or memory not in self.memories:
+            return False
+        made = self._at(memory)
+        return node not in self.cut and bool(self.hidden.get(made, (made,))[0].meta.get(DIFF))
 
     def _with_gradient(self, node: fx.Node, new: fx.Node) -> fx.Node:
         """The value of a tensor that was written where autograd does not see it.
@@ -315,6 +333,26 @@ class Rebuild:
             node.meta[DIFF] = differentiable and any(
                 t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
             )
+
+
+def _memory(node: Any) -> Any:
+    """The traced node of which one is a view; itself where it is none."""
+    while isinstance(node, fx.Node) and _is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _is_detached(node: Any) -> bool:
+    """Whether a traced node is a view, by way of a detached one."""
+    while isinstance(node, fx.Node) and _is_view(node):
+        if node.target is aten.detach.default:
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _kept(meta: dict[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,11 @@ from autoshard.runtime.compat.dynamo import (
     READ_WHOLE,
     READS_AS,
     at_first_call,
+    kind_of_restart,
     replace,
+    restart_of,
     store_in_trace,
+    trace_again,
     trace_as_ours,
     traced_as_ours,
 )
@@ -67,16 +70,13 @@ from autoshard.runtime.compat.frames import (
     compiling,
     graph_inputs,
     hold_sizes,
-    kind_of_restart,
     lighten_guards,
     mark_dynamic,
     never_a_frame,
     not_traced,
     registered_backend,
-    restart_of,
     running_ddp,
     specialize_floats,
-    trace_again,
 )
 from autoshard.runtime.compat.groups import (
     OwnSums,

@@ -27,12 +27,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from autoshard.runtime.compat.frames import (
-    MOVED,
+    RESTARTS,
     GraphInput,
     RestartTrace,
     name_of,
     skips_tensors,
 )
+
+MOVED = "_autoshard_moved"
+"""Of Dynamo's output graph: the parameters that were stored while it stood, by the old ones."""
 
 OURS = "_autoshard_backend"
 """Attribute of the backend functions whose traces `trace_as_ours` extends."""
@@ -276,6 +279,30 @@ def store_in_trace(
         guards.add(AttrSource(module, READS_AS).make_guard(GuardBuilder.CONSTANT_MATCH))
     tx.output.__dict__[MOVED] = moved  # Dynamo's records go by their ids
     inputs[:] = now
+
+
+def kind_of_restart(error: Exception) -> int:
+    """What another rank gives to `restart_of` to do as the one that has raised this."""
+    return next(i for i, kind in enumerate(RESTARTS) if isinstance(error, kind))
+
+
+def restart_of(kind: int) -> Exception:
+    """An exception of RESTARTS, by what `kind_of_restart` has said of one."""
+    made: Any = RESTARTS[kind]
+    return made("what another rank computes")  # type: ignore[no-any-return]
+
+
+def trace_again(error: Exception) -> None:
+    """Have Dynamo take an exception of RESTARTS for what it is: where a graph has an operator that
+    `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's. Where
+    this trace has stored parameters, the next one reads others, and Dynamo would find it astray:
+    raises RestartTrace, after which the exception comes again."""
+    if torch._guards.CompileContext.current_compile_id() is not None:
+        translator: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+        translator.output.has_user_defined_allowed_in_graph = False
+        moved = vars(translator.output).get(MOVED)
+        if moved is not None and not isinstance(error, RestartTrace):
+            raise RestartTrace(keep=moved)
 
 
 _PARAMETER = re.compile(r"([LG]\[.+?)\._parameters\['[^']+'\]")

@@ -35,9 +35,6 @@ allow_in_graph = torch.compiler.allow_in_graph
 mark_dynamic = torch._dynamo.mark_dynamic  # documented, and under no other name
 TraceError = TorchDynamoException  # of what torch.compile cannot trace, and of nothing else
 
-MOVED = "_autoshard_moved"
-"""Of Dynamo's output graph: the parameters that were stored while it stood, by the old ones."""
-
 RESTARTS = (
     UnspecializeRestartAnalysis,
     TensorifyScalarRestartAnalysis,
@@ -45,30 +42,6 @@ RESTARTS = (
 )
 """Exceptions by which a trace, or a compiler in it, asks Dynamo to trace the frame again; with a
 graph break before what no fake tensor can say (the number in a tensor, a shape that it decides)."""
-
-
-def kind_of_restart(error: Exception) -> int:
-    """What another rank gives to `restart_of` to do as the one that has raised this."""
-    return next(i for i, kind in enumerate(RESTARTS) if isinstance(error, kind))
-
-
-def restart_of(kind: int) -> Exception:
-    """An exception of RESTARTS, by what `kind_of_restart` has said of one."""
-    made: Any = RESTARTS[kind]
-    return made("what another rank computes")  # type: ignore[no-any-return]
-
-
-def trace_again(error: Exception) -> None:
-    """Have Dynamo take an exception of RESTARTS for what it is: where a graph has an operator that
-    `allow_in_graph` lets in, such as ours that unshards a parameter, it would be the user's. Where
-    this trace has stored parameters, the next one reads others, and Dynamo would find it astray:
-    raises RestartTrace, after which the exception comes again."""
-    if torch._guards.CompileContext.current_compile_id() is not None:
-        translator: Any = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-        translator.output.has_user_defined_allowed_in_graph = False
-        moved = vars(translator.output).get(MOVED)
-        if moved is not None and not isinstance(error, RestartTrace):
-            raise RestartTrace(keep=moved)
 
 
 class RestartTrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):

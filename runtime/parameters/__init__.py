@@ -14,8 +14,11 @@ from autoshard.runtime.parameters.data_unsharding import (
     unshard,
 )
 from autoshard.runtime.parameters.eager import (
+    Arrivals,
     EagerValues,
     check_copies,
+    give_back,
+    in_one_memory,
     is_eager_value,
     keep_copies,
 )

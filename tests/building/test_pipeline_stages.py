@@ -98,15 +98,37 @@ class Coupled(nn.Module):
 
 
 def check_step(
-    program: PipelineProgram, graph: tuple[Any, ...], model: nn.Module, x: torch.Tensor
+    program: PipelineProgram, graph: tuple[Any, ...], model: nn.Module, *given: torch.Tensor
 ) -> None:
     """A step of the stages is the model's: its loss, and every gradient."""
     found = run(program, [item.real for item in graph[2]], "aot_eager")
-    loss = model(x)
+    loss = model(*given)
     loss.backward()
     torch.testing.assert_close(found["loss"], loss.detach())
     wanted = {name: p.grad for name, p in model.named_parameters()}
     torch.testing.assert_close(found["gradients"], wanted)
+
+
+class Masked(nn.Module):
+    """A mask of positions, and numbers of them, which are no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, mask: torch.Tensor, places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x) + places[:, None].sin()
+        scores = (x @ x.transpose(1, 2)).masked_fill(mask, float("-inf"))
+        return self.down(scores.softmax(-1) @ x).square().mean()
+
+
+def test_inputs_without_the_batch_as_first_dim_are_whole() -> None:
+    model, x, mask = Masked(), torch.randn(4, 6, 8), torch.ones(6, 6).triu(1).bool()
+    given = mask, torch.arange(6), x
+    graph = graph_of(model, given)
+    program = cut(graph, 2)
+    assert program.microbatch.microbatches == 4
+    check_step(program, graph, model, *given)
 
 
 class Alike(nn.Module):

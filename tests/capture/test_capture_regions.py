@@ -96,6 +96,21 @@ def test_values_are_detached_in_place() -> None:
         check(Fn(functools.partial(fn, view=True)), [x48(), x48()])
 
 
+def test_detached_values_are_written() -> None:
+    """What is written there has its gradient, by the name that was written alone."""
+
+    def fn(self: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            a = self.lin(x).view(2, 2, 8).detach()
+        a += self.lin(y).view(2, 2, 8)
+        b, c = self.lin(x).detach(), self.lin(y).sin()
+        b[0] = self.lin(y)[1]
+        c.detach().mul_(2)  # of c autograd knows no write
+        return a.view(4, 8) * b * self.lin(c) + c
+
+    check(Fn(fn), [x48(), x48()])
+
+
 def test_inference_region() -> None:
     def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.lin(x)

@@ -34,7 +34,6 @@ from autoshard.planning import views_among
 from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import CollectiveRegion, agree, gather
-from autoshard.runtime.arrivals import Arrivals, give_back, in_one_memory
 from autoshard.runtime.collectives import Axis, I, gathering_axes, home_rank, shard_dim
 from autoshard.runtime.compat import artifact
 from autoshard.runtime.graph_meta import MUTATED, REWRITTEN
@@ -42,12 +41,15 @@ from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.runtime.mesh import Mesh, groups_of
 from autoshard.runtime.parameters import (
     ACCUMULATE,
+    Arrivals,
     EagerValues,
     ParameterPolicy,
     StageParameters,
     StageUnsharding,
     check_copies,
     deferred_at,
+    give_back,
+    in_one_memory,
     is_eager_value,
     stored_states,
 )

@@ -1,6 +1,7 @@
 """A pipeline of one graph: captured, its batch and its operators cut. Starts no process."""
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -330,26 +331,24 @@ def _named(parameters: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
 def _batch(
     nodes: Sequence[fx.Node], inputs: Sequence[compat.GraphInput]
 ) -> tuple[dict[fx.Node, State], int]:
-    """The inputs with a dim for samples, the first, and how many samples there are. One with a
-    gradient and other rows than those without is whole, as parameters are: an earlier graph made it
-    of them (a step of MAML, a weight that is scaled)."""
+    """The inputs with a dim for samples, the first, and how many samples there are: as many as
+    the inputs of most dims have, of those most, and of these the first. Others are whole (a mask of
+    positions, lengths of packed sequences), and rules say whether they may be. One with a gradient
+    and other rows than those without is whole, as parameters are: an earlier graph made it of them
+    (a step of MAML, a weight that is scaled)."""
     given = [
-        (nodes[i.position], inputs[i.position].name)
+        nodes[i.position]
         for i in batch_inputs(inputs)
         if not is_eager_value(inputs[i.position].real)
     ]
-    sizes = {node: int(value(node).shape[0]) for node, _ in given if value(node).dim()}
+    sizes = {node: int(value(node).shape[0]) for node in given if value(node).dim()}
     plain = [node for node, size in sizes.items() if size > 1 and not node.meta.get(DIFF)]
     dims = max((value(node).dim() for node in plain), default=0)
     made = {node for node in sizes if node.meta.get(DIFF) and value(node).dim() <= dims}
-    samples = max((size for node, size in sizes.items() if node not in made), default=1) or 1
-    for node, name in given:
-        if node not in made and sizes.get(node, 1) not in (0, 1, samples):
-            raise ConfigError(
-                f"{name} has shape {tuple(value(node).shape)}, and the batch has {samples} "
-                "samples: pp cuts the first dim of what the model is given",
-                remedy="Give every tensor the batch as its first dim, or a first dim of 1.",
-            )
+    asked = {node: size for node, size in sizes.items() if node not in made and size > 1}
+    votes = Counter(asked.values())
+    first = max(asked, key=lambda n: (value(n).dim(), votes[asked[n]]), default=None)
+    samples = 1 if first is None else asked[first]
     return {node: S(0) for node, size in sizes.items() if size == samples > 1}, samples
 
 

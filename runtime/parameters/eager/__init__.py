@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from autoshard.runtime.parameters.eager.gathering import gathered_axes, unsharded
 from autoshard.runtime.parameters.eager.graph_boundary import (
+    Arrivals,
     EagerValues,
     check_copies,
+    give_back,
+    in_one_memory,
     is_eager_value,
     keep_copies,
 )

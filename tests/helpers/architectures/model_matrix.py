@@ -225,7 +225,7 @@ def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         off, worst = _furthest(_gradients(serial), _gradients(ours))
-        if off > TOLERANCE:
+        if not off <= TOLERANCE:
             return f"{worst} is {off:.2g} off"
     return ""
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError
-from autoshard.runtime.arrivals import Arrivals, give_back
 from autoshard.runtime.collectives import I
 from autoshard.runtime.collectives.axis import Axis, chunk_bounds
 from autoshard.runtime.collectives.lockstep import run_ranks
 from autoshard.runtime.lazy_gather import LazyGather, lazy
+from autoshard.runtime.parameters import Arrivals, give_back
 from autoshard.verification.comparison import furthest
 from side_by_side import TOLERANCE, Pair, difference
 
