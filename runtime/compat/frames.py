@@ -216,9 +216,11 @@ def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
                 fake = torch.empty_strided(
                     fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
                 ).requires_grad_(fake.requires_grad)
-        if node.meta.get(REWRITTEN):  # a leaf may not be written to
-            with torch.enable_grad():
-                fake = fake.clone()
+        if node.meta.get(REWRITTEN):  # a leaf may not be written to; a clone has other strides
+            with fake.fake_mode, torch.inference_mode(False), torch.enable_grad():
+                fake = torch.empty_strided(
+                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+                ).copy_(fake)
         fakes.append(fake)
     return fakes
 
