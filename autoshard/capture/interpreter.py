@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -282,16 +282,17 @@ class TraceState:
         yield
         meta.clear()
         meta.update(before)
-        self._look(operands, operands[:1])
+        self._look(operands, operands[0] if operands else None)
 
-    def _look(self, operands: list[Any], written: Sequence[Any] = ()) -> None:
-        """Record each operand whose value was replaced since it was last looked at."""
+    def _look(self, operands: list[Any], written: Any = None) -> None:
+        """Record each operand whose value was replaced since it was last looked at. written: that
+        which an operator writes to, if any."""
         for operand in operands:
             now = unwrap(operand)
             _, last = self._seen.get(id(operand), (operand, now))
             if now is not last:
                 self.replaced.append((self.output(last), self.output(now)))
-                if any(operand is one for one in written):
+                if operand is written:
                     self.own.append(self.replaced[-1][1])
             self._seen[id(operand)] = (operand, now)
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard.capture.interpreter import Extra, Hop, Slot, TraceState
+from autoshard.planning import views_of
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD, REWRITTEN
 
@@ -104,8 +105,10 @@ class Rebuild:
             if isinstance(old, fx.Node) and isinstance(new, fx.Node):
                 self.earlier.setdefault(new, []).append(old)
         self.cut = {self._output(slot) for slot in self.seen.state.cut}
-        written = [self._output(slot) for slot in self.seen.state.own]
-        self.memories = {_memory(node) for node in written if _is_detached(node)}
+        for slot in self.seen.state.own:
+            *views, memory = views_of(self._output(slot))
+            if any(view.target is aten.detach.default for view in views):
+                self.memories.add(memory)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.position = {node: i for i, node in enumerate(self.placeholders)}
         sources = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
@@ -201,11 +204,13 @@ class Rebuild:
     def _is_written(self, node: fx.Node) -> bool:
         """Whether a detached value is traced again as it was written by that name: the trace writes
         to the memory and detaches it anew, and what was written has a gradient."""
-        memory = _memory(node)
-        if node.target is not aten.detach.default or memory not in self.memories:
+        if node.target is not aten.detach.default or node in self.cut:
+            return False
+        memory = views_of(node)[-1]
+        if memory not in self.memories:
             return False
         made = self._at(memory)
-        return node not in self.cut and bool(self.hidden.get(made, (made,))[0].meta.get(DIFF))
+        return bool(self.hidden.get(made, (made,))[0].meta.get(DIFF))
 
     def _with_gradient(self, node: fx.Node, new: fx.Node) -> fx.Node:
         """The value of a tensor that was written where autograd does not see it.
@@ -333,26 +338,6 @@ class Rebuild:
             node.meta[DIFF] = differentiable and any(
                 t.dtype.is_floating_point or t.dtype.is_complex for t in tensors
             )
-
-
-def _memory(node: Any) -> Any:
-    """The traced node of which one is a view; itself where it is none."""
-    while isinstance(node, fx.Node) and _is_view(node):
-        node = node.args[0]
-    return node
-
-
-def _is_detached(node: Any) -> bool:
-    """Whether a traced node is a view, by way of a detached one."""
-    while isinstance(node, fx.Node) and _is_view(node):
-        if node.target is aten.detach.default:
-            return True
-        node = node.args[0]  # type: ignore[assignment]
-    return False
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _kept(meta: dict[str, Any]) -> dict[str, Any]:

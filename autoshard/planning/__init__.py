@@ -29,12 +29,12 @@ from autoshard.planning.operators import (
     inputs_of,
     is_handed_on,
     is_view,
-    memory_of,
     packet,
     reached,
     target_name,
     unflattened,
     views_among,
+    views_of,
 )
 from autoshard.planning.plan import PLAN_FILE, GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices

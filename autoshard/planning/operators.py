@@ -115,11 +115,13 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def memory_of(node: Any) -> Any:
-    """What a value is a view or an element of; itself where it is none."""
+def views_of(node: Any) -> list[Any]:
+    """A value, and what it is a view or an element of, down to what has made the memory."""
+    found = [node]
     while isinstance(node, fx.Node) and (node.target is operator.getitem or is_view(node)):
         node = node.args[0]
-    return node
+        found.append(node)
+    return found
 
 
 def views_among(gm: fx.GraphModule) -> list[tuple[int, int]]:
@@ -127,7 +129,7 @@ def views_among(gm: fx.GraphModule) -> list[tuple[int, int]]:
     results: Any = gm.graph.output_node().args[0]
     users = enumerate(results[: gm.meta[N_OUTPUTS]])
     places = {node: i for i, node in users if isinstance(node, fx.Node)}
-    bases = {i: memory_of(node) for node, i in places.items()}
+    bases = {i: views_of(node)[-1] for node, i in places.items()}
     return [(places[base], i) for i, base in bases.items() if places.get(base, i) != i]
 
 

@@ -73,6 +73,7 @@ from autoshard.runtime.compat.frames import (
     lighten_guards,
     mark_dynamic,
     never_a_frame,
+    no_leaf,
     not_traced,
     registered_backend,
     running_ddp,

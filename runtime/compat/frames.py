@@ -216,13 +216,15 @@ def backend_fakes(placeholders: Sequence[fx.Node]) -> list[Any]:
                 fake = torch.empty_strided(
                     fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
                 ).requires_grad_(fake.requires_grad)
-        if node.meta.get(REWRITTEN):  # a leaf may not be written to; a clone has other strides
-            with fake.fake_mode, torch.inference_mode(False), torch.enable_grad():
-                fake = torch.empty_strided(
-                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
-                ).copy_(fake)
-        fakes.append(fake)
+        fakes.append(no_leaf(fake) if node.meta.get(REWRITTEN) else fake)
     return fakes
+
+
+def no_leaf(fake: Any) -> Any:
+    """A fake that may be written to where it has a gradient; a clone has other strides."""
+    with fake.fake_mode, torch.inference_mode(False), torch.enable_grad():
+        empty = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        return empty.copy_(fake)
 
 
 def never_a_frame(fn: F) -> F:

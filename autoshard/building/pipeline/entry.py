@@ -213,8 +213,7 @@ def _on_wholes(
     whole = {*returned, *eager_values.positions}
     fakes = [global_fake(x) if i in whole else x for i, x in enumerate(example_inputs)]
     for i in returned:
-        with torch.enable_grad():
-            fakes[i] = fakes[i].clone()  # a leaf may not be written to
+        fakes[i] = compat.no_leaf(fakes[i])  # the graph may write to it
     compiled, arrivals = compile_local(gm, fakes, config.inner), Arrivals(returned, returned)
 
     def run(*args: Any) -> Any:

@@ -192,10 +192,8 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
                 break
             inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
-            other = isinstance(
-                inner, PlanMismatchError | CollectiveError
-            )  # what another rank raised
-            if isinstance(inner, autoshard.AutoshardError) and not other:
+            of_another_rank = isinstance(inner, PlanMismatchError | CollectiveError)
+            if isinstance(inner, autoshard.AutoshardError) and not of_another_rank:
                 return "refused", text
             plain = _plain(model, batch, mesh)
             return ("torch", plain) if plain else ("wrong", text)

@@ -158,9 +158,10 @@ class Chosen(nn.Module):
         return y
 
 
-def chosen(axis: str, above: float) -> dict[str, Any]:
+def stepped(kind: type[nn.Module], how: Any, axis: str) -> dict[str, Any]:
+    """A step of a model, made by `kind(how)`, beside the serial one."""
     torch.manual_seed(0)
-    pair, x = Pair(Chosen(above), mesh={axis: 2}), torch.randn(4, 8, WIDTH)
+    pair, x = Pair(kind(how), mesh={axis: 2}), torch.randn(4, 8, WIDTH)
     pair.backward(lambda model: model(x).square().mean())
     pair.compare_gradients()
     return pair.result()
@@ -171,7 +172,7 @@ def chosen(axis: str, above: float) -> dict[str, Any]:
     [("pp", float("inf")), pytest.param("tp", 0.0, marks=pytest.mark.slow)],
 )
 def test_rows_that_a_mask_chooses(gloo2: Any, axis: str, above: float) -> None:
-    for result in gloo2(chosen, axis, above):
+    for result in gloo2(stepped, Chosen, above, axis):
         assert furthest(result[kind] for kind in ("loss", "gradient")) < TOLERANCE, result
 
 
@@ -200,14 +201,6 @@ class Viewed(nn.Module):
         return y
 
 
-def view_written(axis: str, inside: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    pair, x = Pair(Viewed(inside), mesh={axis: 2}), torch.randn(4, 8, WIDTH)
-    pair.backward(lambda model: model(x).square().mean())
-    pair.compare_gradients()
-    return pair.result()
-
-
 @pytest.mark.parametrize(
     ("axis", "inside"),
     [
@@ -218,10 +211,10 @@ def view_written(axis: str, inside: bool) -> dict[str, Any]:
     ],
 )
 def test_a_view_is_written_between_graphs(gloo2: Any, axis: str, inside: bool) -> None:
-    for result in gloo2(view_written, axis, inside):
+    for result in gloo2(stepped, Viewed, inside, axis):
         assert furthest(result[kind] for kind in ("loss", "gradient")) < TOLERANCE, result
 
 
 def test_a_write_that_pp_would_lose_is_refused(gloo2: Any) -> None:
     with pytest.raises(AutoshardError, match="a view of another output of it"):
-        gloo2(view_written, "pp", True)
+        gloo2(stepped, Viewed, True, "pp")
