@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.capture.autocast import AutocastMode
+from autoshard.capture.memories import Names, Slot, unwrap
 from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
 from autoshard.runtime.errors import CaptureError, source_line
@@ -41,6 +42,8 @@ _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 # They write into their operands, which a functional graph cannot hold.
 _MUTATING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "auto_functionalized_v2")
 
+_DETACHING = (torch.detach, compat.GET_DATA, "detach")
+
 _REGION = itertools.count(1)
 
 
@@ -57,12 +60,6 @@ class Hop(NamedTuple):
     first: int
     n_values: int
     meta: dict[str, Any]
-
-
-class Slot(NamedTuple):
-    """Index among the extra outputs of the trace."""
-
-    position: int
 
 
 class Extra(NamedTuple):
@@ -150,14 +147,9 @@ class Interpreter(fx.Interpreter):
         return self.state.next_extra() if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        with self.state.at(args, kwargs):
-            detaches = target in (torch.detach, compat.GET_DATA)
-            return self._cut(detaches, self._call_function(target, args, kwargs))
-
-    def _cut(self, is_detach: bool, found: Any) -> Any:
-        if is_detach and isinstance(found, FunctionalTensor):
-            self.state.cut.append(self.state.output(unwrap(found)))
-        return found
+        with self.state.at(args, kwargs) as results:
+            results.append(self._call_function(target, args, kwargs))
+        return results[0]
 
     def _call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
@@ -192,10 +184,12 @@ class Interpreter(fx.Interpreter):
             told = "a tensor is given the memory of another (set_), which a functional graph lacks"
             where = source_line(self.state.node.meta.get("stack_trace"))
             raise CaptureError(told, where=where, remedy="Use the other tensor itself.")
-        with self.state.at(args, kwargs):
+        with self.state.at(args, kwargs) as results:
             if target == "detach_":
-                return self._call_function(torch.detach_, args, {})
-            return self._cut(target == "detach", super().call_method(target, args, kwargs))
+                results.append(self._call_function(torch.detach_, args, {}))
+            else:
+                results.append(super().call_method(target, args, kwargs))
+        return results[0]
 
     def _detach(self, x: torch.Tensor) -> torch.Tensor:
         """`x.detach_()`, of which a functional trace has nothing: a write of `x` without its
@@ -236,8 +230,6 @@ class TraceState:
     """The state of a trace at its present node.
 
     extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
-    replaced: (value before, value after) of each write into a tensor. own: the values after writes,
-    of those that were written by their own name. cut: what the model detached.
     """
 
     def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
@@ -248,11 +240,9 @@ class TraceState:
         self.policies: dict[int, Callable[..., Any]] = {}
         self.hops: list[Hop] = []
         self.extra_outputs: list[Any] = []
-        self.replaced: list[tuple[Slot, Slot]] = []
-        self.own: list[Slot] = []
-        self.cut: list[Slot] = []
+        self.names = Names(self.output)
         self.node: fx.Node
-        self._seen: dict[int, tuple[Any, Any]] = {}
+        self.trains = grad
         self._extra = extra
         self._position = 0
         self.inference: list[bool] = []  # of the regions around the node
@@ -262,39 +252,37 @@ class TraceState:
         return self._extra[self._position - 1]
 
     @contextmanager
-    def at(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Tag the nodes made inside, and look at the operands before and after.
+    def at(self, args: Any, kwargs: Any) -> Iterator[list[Any]]:
+        """Tag the nodes made inside, and look at the operands before and after; gives a list for
+        the result of what is run inside.
 
         Looking applies pending writes to views, whose nodes must not carry the tags.
         """
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         operands = [x for x in leaves if isinstance(x, FunctionalTensor)]
-        self._look(operands)
+        self.names.read(operands)
         meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
         before = dict(meta)
-        if not self.grad or any(self.inference):
+        if self.is_hidden:
             meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
         if self.random_states:
             meta["custom"] = {**meta.get("custom", {}), RANDOM_STATE: self.random_states[-1]}
         if self.region is not None:
             meta["ac_graph_id"] = self.region
             meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-        yield
+        results: list[Any] = []
+        yield results
+        detaches = self.node.target in _DETACHING
+        hidden_view = self.trains and self.is_hidden
+        results[:] = [self.names.name(operands, x, detaches, hidden_view) for x in results]
         meta.clear()
         meta.update(before)
-        self._look(operands, operands[0] if operands else None)
+        self.names.write(operands, self.is_hidden)
 
-    def _look(self, operands: list[Any], written: Any = None) -> None:
-        """Record each operand whose value was replaced since it was last looked at. written: that
-        which an operator writes to, if any."""
-        for operand in operands:
-            now = unwrap(operand)
-            _, last = self._seen.get(id(operand), (operand, now))
-            if now is not last:
-                self.replaced.append((self.output(last), self.output(now)))
-                if operand is written:
-                    self.own.append(self.replaced[-1][1])
-            self._seen[id(operand)] = (operand, now)
+    @property
+    def is_hidden(self) -> bool:
+        """Whether autograd records nothing here."""
+        return not self.grad or any(self.inference)
 
     def output(self, value: Any) -> Slot:
         """One more output of the trace."""
@@ -329,13 +317,6 @@ class TraceState:
         self.hops.append(Hop(self.node, operands, spec, self._position, len(values), meta))
         found = [self.next_extra() for _ in values]
         return tuple(found) if is_tuple else found[0]
-
-
-def unwrap(value: Any) -> Any:
-    """The traced tensor inside a functional one, all pending mutations applied."""
-    if isinstance(value, FunctionalTensor):
-        return value.from_functional()
-    return value
 
 
 # Functions Dynamo leaves in its graph that set a mode; run as state, they leave no node.

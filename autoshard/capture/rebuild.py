@@ -14,7 +14,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from autoshard.capture.interpreter import Extra, Hop, Slot, TraceState
+from autoshard.capture.interpreter import Extra, Hop, TraceState
+from autoshard.capture.memories import Slot, Versions
 from autoshard.planning import views_of
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD, REWRITTEN
@@ -64,9 +65,9 @@ class Seen(NamedTuple):
 class Rebuild:
     """The trace -> the graph that is handed out: readable names, joined extras, `diff`.
 
-    gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`. hidden: of each
-    value written where autograd does not see it, the new value alone, and what it was before.
-    memories: what was written by the name of a detached tensor; cut: what the model detached.
+    gm: Dynamo's graph. traced: its trace, whose inputs are `inputs`, then `extra`.
+    hidden: of each value that name 0 of a memory reads and did not write, the value alone, and what
+    it was before. history: of each other name, the value that has its gradient.
     """
 
     def __init__(
@@ -90,25 +91,15 @@ class Rebuild:
         self.placeholders: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
         self.outputs: list[Any] = []
-        self.earlier: dict[fx.Node, list[fx.Node]] = {}
-        self.overwritten: set[fx.Node] = set()
         self.hidden: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
-        self.cut: set[Any] = set()
-        self.memories: set[fx.Node] = set()
+        self.memories: Versions
+        self.history: dict[int, fx.Node] = {}
 
     def run(self) -> fx.GraphModule:
         """The graph, with `meta[N_OUTPUTS]` and `meta[MUTATED]`."""
         nodes = list(self.traced.graph.nodes)
         self.outputs = list(nodes[-1].args[0])
-        for before, after in self.seen.state.replaced:
-            old, new = self._output(before), self._output(after)
-            if isinstance(old, fx.Node) and isinstance(new, fx.Node):
-                self.earlier.setdefault(new, []).append(old)
-        self.cut = {self._output(slot) for slot in self.seen.state.cut}
-        for slot in self.seen.state.own:
-            *views, memory = views_of(self._output(slot))
-            if any(view.target is aten.detach.default for view in views):
-                self.memories.add(memory)
+        self.memories = Versions(self.seen.state.names, self._output)
         self.placeholders = [node for node in nodes if node.op == "placeholder"]
         self.position = {node: i for i, node in enumerate(self.placeholders)}
         sources = [node for node in self.gm.graph.nodes if node.op == "placeholder"]
@@ -132,7 +123,7 @@ class Rebuild:
             input_ = self.env[self.placeholders[place]]
             if first is not input_ and given.requires_grad and not given.is_leaf:
                 input_.meta[REWRITTEN] = True
-            elif kept[i] in self.hidden:
+            elif kept[i] in self.hidden and not self.hidden[kept[i]][0].meta.get(DIFF):
                 kept[i] = self.hidden[kept[i]][0]
         output = self.graph.output(tuple(kept))
         output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
@@ -187,48 +178,86 @@ class Rebuild:
         self.env[node] = new
 
     def _call(self, node: fx.Node) -> None:
-        if self._is_written(node):
-            self.env[node] = self._at(node.args[0])  # type: ignore[arg-type]
+        if (name := self.memories.name(node)) is not None:
+            self.env[node] = self._read(node, name)
             return
+        is_hidden = _is_hidden(node.meta)
+        if node.target is aten.detach.default and is_hidden:
+            if not (source := self._at(node.args[0])).meta.get(DIFF):  # type: ignore[arg-type]
+                self.env[node] = source
+                return
         if node.target is aten.copy.default:
-            self.env[node] = self._with_gradient(node, self._copy(node))
+            self.env[node] = self._as_read(node, self._copy(node))
             return
         new = self.graph.node_copy(node, self._at)
         new.meta = _kept(node.meta)
-        if _is_hidden(node.meta) and node.target is not operator.getitem:
-            self._detach_operands(new)
+        is_view = bool(views_of(node)[1:])  # traced anew, it may serve what follows the region, too
+        if is_hidden and not (is_view and self.seen.state.trains):
+            self._detach_operands(new, new.all_input_nodes)
+        old, name = self.memories.versions.get(node, (None, 0))
+        if (
+            name and old is not None and node.args[0] is old
+        ):  # around what was written, the memory is another name's
+            self._detach_operands(new, [self._at(old)])
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
-        self.env[node] = self._with_gradient(node, new)
+        if node.target is aten.as_strided_scatter.default:
+            new = self._scattered(node, new)
+        self.env[node] = self._as_read(node, new)
 
-    def _is_written(self, node: fx.Node) -> bool:
-        """Whether a detached value is traced again as it was written by that name: the trace writes
-        to the memory and detaches it anew, and what was written has a gradient."""
-        if node.target is not aten.detach.default or node in self.cut:
-            return False
-        memory = views_of(node)[-1]
-        if memory not in self.memories:
-            return False
-        made = self._at(memory)
-        return bool(self.hidden.get(made, (made,))[0].meta.get(DIFF))
-
-    def _with_gradient(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """The value of a tensor that was written where autograd does not see it.
-
-        Written in a no_grad region or through `.data`, a tensor keeps its gradient: the new value
-        flows forward, and the gradient reaches what the tensor was before. `new + (x - x.detach())`
-        says both, exactly.
-        """
-        for old in self.earlier.get(node, ()):
-            before = self._at(old)
-            if not before.meta.get(DIFF) or new.meta.get(DIFF) or new in self.overwritten:
-                continue
-            cut = self._detached(before, node)
-            zero = self._derived(node, aten.sub.Tensor, (before, cut), {})
-            value = self._derived(node, aten.add.Tensor, (new, zero), {})
-            self.hidden[value] = new, before
+    def _read(self, node: fx.Node, name: int) -> fx.Node:
+        """What a detached tensor is after writes: the memory's value, with the name's history."""
+        views = views_of(node)
+        place = next((i for i, view in enumerate(views) if view in self.memories.versions), None)
+        if place is not None and self.memories.versions[views[place]][1] == name:
+            value = self._at(views[place])
+            value = self.hidden.get(value, (value,))[0]
+            for view in reversed(views[:place]):
+                if view.target is not aten.detach.default:
+                    args, kwargs = fx.node.map_arg((view.args[1:], view.kwargs), self._at)
+                    value = self._derived(view, view.target, (value, *args), kwargs)
+            self.history[name] = value
             return value
-        return new
+        value = self._derived(node, node.target, (self._at(node.args[0]),), {})  # type: ignore[arg-type]
+        return self._with_history(node, value, self.history.get(name))
+
+    def _as_read(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """The value of a memory as name 0 reads it after a write, which another may have made, or a
+        region without gradients: then it has the gradient that it had."""
+        if node not in self.memories.versions:
+            return new
+        old, name = self.memories.versions[node]
+        is_copy = views_of(node)[-1].target is aten.copy.default
+        if name == 0 and (is_copy or new.meta.get(DIFF)):
+            return new  # what an operator writes by a name inside of it, autograd does not see
+        before = self._at(old)
+        value = self._detached(new, node) if new.meta.get(DIFF) else new
+        value = self._with_history(node, value, before)
+        if value is not new:
+            self.hidden[value] = new, before
+        return value
+
+    def _with_history(self, like: fx.Node, value: fx.Node, history: fx.Node | None) -> fx.Node:
+        """A value whose gradient reaches another: `value + (x - x.detach())`, which is exact; an
+        infinite `x` gives no NaN."""
+        if history is None or not history.meta.get(DIFF):
+            return value
+        zero = self._derived(like, aten.sub.Tensor, (history, self._detached(history, like)), {})
+        zero = self._derived(like, aten.nan_to_num.default, (zero,), {})
+        return self._derived(like, aten.add.Tensor, (value, zero), {})
+
+    def _scattered(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """`as_strided_scatter`; torch (2.13) has no gradient of what that does not write."""
+        memory, source, *place = new.args
+        if not memory.meta.get(DIFF):  # type: ignore[union-attr]
+            return new
+        options = {"dtype": torch.bool}
+        mask = self._derived(node, aten.zeros_like.default, (memory,), options)
+        ones = self._derived(node, aten.ones_like.default, (source,), options)
+        mask = self._derived(node, node.target, (mask, ones, *place), new.kwargs)
+        rest = self._derived(node, aten.masked_fill.Scalar, (memory, mask, 0), {})
+        self._detach_operands(new, [memory])  # type: ignore[list-item]
+        return self._with_history(node, new, rest)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         """`copy(destination, source)`, which has no derivative, as cast or clone and expand."""
@@ -248,8 +277,6 @@ class Rebuild:
                 source = self._derived(node, aten.expand.default, arguments, {})
             else:
                 source = self._derived(node, aten.expand_as.default, (source, destination), {})
-        if destination.meta[DIFF] and not hidden:
-            self.overwritten.add(source)  # an ordinary write: what was there gets no gradient
         # as_strided finds the elements of what was written to by its strides, not by the source's
         self._value(source, want, source.meta[DIFF])
         return source
@@ -262,9 +289,9 @@ class Rebuild:
         self._value(new, target(*values[0], **values[1]), self._is_differentiable(new))
         return new
 
-    def _detach_operands(self, node: fx.Node) -> None:
+    def _detach_operands(self, node: fx.Node, operands: list[fx.Node]) -> None:
         with self.graph.inserting_before(node):
-            for operand in node.all_input_nodes:
+            for operand in operands:
                 if operand.meta.get(DIFF):
                     node.replace_input_with(operand, self._detached(operand, node))
 
@@ -288,7 +315,7 @@ class Rebuild:
         new = self.graph.call_function(hop.node.target, args, kwargs)  # type: ignore[arg-type]
         new.meta = _kept(hop.meta)
         if _is_hidden(hop.meta):
-            self._detach_operands(new)
+            self._detach_operands(new, new.all_input_nodes)
         val = hop.node.meta["example_value"]
         self._value(new, val, self._is_differentiable(new))
         if not isinstance(val, (tuple, list)):

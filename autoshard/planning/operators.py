@@ -118,7 +118,8 @@ def is_view(node: fx.Node) -> bool:
 def views_of(node: Any) -> list[Any]:
     """A value, and what it is a view or an element of, down to what has made the memory."""
     found = [node]
-    while isinstance(node, fx.Node) and (node.target is operator.getitem or is_view(node)):
+    others = operator.getitem, aten._unsafe_view.default
+    while isinstance(node, fx.Node) and (node.target in others or is_view(node)):
         node = node.args[0]
         found.append(node)
     return found
