@@ -195,9 +195,8 @@ class Rebuild:
         if is_hidden and not (is_view and self.seen.state.trains):
             self._detach_operands(new, new.all_input_nodes)
         old, name = self.memories.versions.get(node, (None, 0))
-        if (
-            name and old is not None and node.args[0] is old
-        ):  # around what was written, the memory is another name's
+        if name and old is not None and node.args[0] is old:
+            # around what was written, the memory is another name's
             self._detach_operands(new, [self._at(old)])
         self._value(new, node.meta.get("val"), self._is_differentiable(new))
         self._apply_policy(new)
