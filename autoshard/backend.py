@@ -272,7 +272,8 @@ def _runner(
     present = _presenter(program, config)
     withhold = _withholding(program)
 
-    arrivals = Arrivals(_arriving(program, inputs), local.meta.get(MUTATED, ()))
+    written: Sequence[int] = local.meta.get(MUTATED, ())
+    arrivals = Arrivals(_arriving(program, inputs), written)
     waiting: list[PendingInput] = local.meta.get(PENDING_INPUTS, [])
     known: GradientLayouts = {}
     handed = _handed_out(program, sharded)
@@ -280,6 +281,7 @@ def _runner(
 
     def run(values: list[Any]) -> Any:
         check_copies()
+        before = [values[i] for i in written] if views else ()
         taken = arrivals.take(values)
         copied = {i: (name, values[at]) for i, (name, at) in handed.items()}
         with modes():
@@ -291,7 +293,7 @@ def _runner(
             outputs = compiled(*values)
             presented = withhold(give_back(taken, present(outputs)), values)
             if views:
-                presented = in_one_memory(presented, views)
+                presented = in_one_memory(presented, views, before)
             keep_copies(presented, copied)
             return presented
 

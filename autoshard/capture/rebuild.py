@@ -115,6 +115,7 @@ class Rebuild:
                 self._get_attr(node)
         count = self.seen.n_outputs + len(self.seen.mutated)
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
+        viewed = {view for out in kept[: self.seen.n_outputs] for view in views_of(out)}
         for i, place in enumerate(self.seen.mutated, self.seen.n_outputs):
             given = sources[place].meta.get("example_value", self.inputs[place])
             first = kept[i]
@@ -123,8 +124,9 @@ class Rebuild:
             input_ = self.env[self.placeholders[place]]
             if first is not input_ and given.requires_grad and not given.is_leaf:
                 input_.meta[REWRITTEN] = True
-            elif kept[i] in self.hidden and not self.hidden[kept[i]][0].meta.get(DIFF):
-                kept[i] = self.hidden[kept[i]][0]
+            elif kept[i] in self.hidden and kept[i] not in viewed:
+                alone = self.hidden[kept[i]][0]
+                kept[i] = kept[i] if alone.meta.get(DIFF) else alone
         output = self.graph.output(tuple(kept))
         output.meta["val"] = tuple(v.meta.get("val") if isinstance(v, fx.Node) else v for v in kept)
         self.graph.eliminate_dead_code()
@@ -216,7 +218,8 @@ class Rebuild:
                     args, kwargs = fx.node.map_arg((view.args[1:], view.kwargs), self._at)
                     value = self._derived(view, view.target, (value, *args), kwargs)
             self.history[name] = value
-            return value
+            if value.meta.get(DIFF):
+                return value
         value = self._derived(node, node.target, (self._at(node.args[0]),), {})  # type: ignore[arg-type]
         return self._with_history(node, value, self.history.get(name))
 

@@ -4,6 +4,7 @@ The entries are packets (every overload of an operator), so that one set serves 
 and the graphs AOTAutograd makes; `packet(node)` is what to look up.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -125,13 +126,27 @@ def views_of(node: Any) -> list[Any]:
     return found
 
 
-def views_among(gm: fx.GraphModule) -> list[tuple[int, int]]:
-    """The positions of those results of the user's that are views of another one, after its."""
+def views_among(gm: fx.GraphModule) -> list[tuple[int, int, Callable[[Any], Any]]]:
+    """The results of the user's that are views of another one: the positions of both, and what
+    makes the view. Positions after the user's results are those of inputs that the graph writes."""
     results: Any = gm.graph.output_node().args[0]
-    users = enumerate(results[: gm.meta[N_OUTPUTS]])
-    places = {node: i for i, node in users if isinstance(node, fx.Node)}
-    bases = {i: views_of(node)[-1] for node, i in places.items()}
-    return [(places[base], i) for i, base in bases.items() if places.get(base, i) != i]
+    places = {node: i for i, node in enumerate(results) if isinstance(node, fx.Node)}
+    found = []
+    for i, node in enumerate(results[: gm.meta[N_OUTPUTS]]):
+        views = views_of(node)
+        base = next((at for at, view in enumerate(views) if places.get(view, i) != i), None)
+        if base is not None:
+            found.append((places[views[base]], i, functools.partial(_viewed, views[:base][::-1])))
+    return found
+
+
+def _viewed(views: Iterable[fx.Node], whole: Any) -> Any:
+    """The view of a tensor; None where a size of it is another value of the graph."""
+    for view in views:
+        if len(view.all_input_nodes) != 1:
+            return None
+        whole = view.target(whole, *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    return whole
 
 
 def unflattened(node: Any, dims: int) -> fx.Node | None:

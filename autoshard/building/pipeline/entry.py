@@ -304,7 +304,9 @@ def _runner(
             with contextlib.nullcontext() if i in rewritten else torch.no_grad():
                 taken[i].copy_(found.pop(position))
         left = (i for i in range(len(results)) if i not in written)
-        outputs = in_one_memory([found.get(i, results[i]) for i in left], views)
+        outputs = in_one_memory(
+            [found.get(i, results[i]) for i in left], views, [args[i] for i in written.values()]
+        )
         return eager_values.give_back(sources, outputs)
 
     return run

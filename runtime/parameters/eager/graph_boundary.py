@@ -18,7 +18,7 @@ caller holds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,12 +163,21 @@ def give_back(taken: Sequence[Taken], outputs: Sequence[Any] = ()) -> tuple[Any,
     return tuple(made)
 
 
-def in_one_memory(outputs: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
-    """The outputs of a graph, of which those that are views are so for autograd, too: a write to
-    one is seen by both. pairs: the positions of an output and of a view of it. What has no memory
-    of the whole yet, a LazyGather, refuses to be written."""
+def in_one_memory(
+    outputs: Sequence[Any],
+    views: Sequence[tuple[int, int, Callable[[Any], Any]]],
+    written: Sequence[Any],
+) -> tuple[Any, ...]:
+    """The outputs of a graph, of which those that are views of another, or of an input that the
+    graph has `written`, are so for autograd, too: a write to one is seen by both. views: as of
+    `views_among`. What has no memory of the whole yet, a LazyGather, refuses to be written."""
     made = list(outputs)
-    for of, at in pairs:
+    for of, at, view_of in views:
+        if of >= len(outputs):
+            whole = written[of - len(outputs)]
+            found = view_of(whole) if type(whole) in (torch.Tensor, LazyGather) else None
+            made[at] = made[at] if found is None else found
+            continue
         whole, view = made[of], made[at]
         lazy = [one for one in (whole, view) if isinstance(one, LazyGather)]
         for one in lazy:
