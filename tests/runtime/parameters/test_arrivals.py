@@ -177,20 +177,24 @@ def test_rows_that_a_mask_chooses(gloo2: Any, axis: str, above: float) -> None:
 
 
 class Viewed(nn.Module):
-    """A view that is made in one graph, or between two, and written in the next; a value that is
-    detached in place."""
+    """A view that is made in one graph ("first"), "between" two, or in one that writes to it
+    ("written"), and written in the next; a value that is detached in place."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, made: str) -> None:
         super().__init__()
-        self.inside, self.more = inside, nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.made, self.more = made, nn.Parameter(torch.full((WIDTH,), 0.5))
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.up(x)
-        row = x[:, 0] if self.inside else None
+        row = x[:, 0] if self.made == "first" else None
         torch._dynamo.graph_break()
         if row is None:
             row = x[:, 0]
+            if self.made == "written":
+                row = x.view(-1, WIDTH)
+                row.mul_(self.more)
+                row.data.mul_(0.5)
             torch._dynamo.graph_break()
         row.add_(self.more)
         torch._dynamo.graph_break()
@@ -202,19 +206,22 @@ class Viewed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("axis", "inside"),
+    ("axis", "made"),
     [
-        ("tp", True),
-        ("pp", False),
-        pytest.param("tp", False, marks=pytest.mark.slow),
-        pytest.param("cp", True, marks=pytest.mark.slow),
+        ("tp", "first"),
+        ("pp", "between"),
+        ("pp", "written"),
+        ("tp", "written"),
+        pytest.param("tp", "between", marks=pytest.mark.slow),
+        pytest.param("cp", "first", marks=pytest.mark.slow),
+        pytest.param("dp_shard", "written", marks=pytest.mark.slow),
     ],
 )
-def test_a_view_is_written_between_graphs(gloo2: Any, axis: str, inside: bool) -> None:
-    for result in gloo2(stepped, Viewed, inside, axis):
+def test_a_view_is_written_between_graphs(gloo2: Any, axis: str, made: str) -> None:
+    for result in gloo2(stepped, Viewed, made, axis):
         assert furthest(result[kind] for kind in ("loss", "gradient")) < TOLERANCE, result
 
 
 def test_a_write_that_pp_would_lose_is_refused(gloo2: Any) -> None:
     with pytest.raises(AutoshardError, match="a view of another output of it"):
-        gloo2(stepped, Viewed, True, "pp")
+        gloo2(stepped, Viewed, "first", "pp")
