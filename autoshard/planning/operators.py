@@ -131,7 +131,7 @@ def views_among(gm: fx.GraphModule) -> list[tuple[int, int, Callable[[Any], Any]
     makes the view. Positions after the user's results are those of inputs that the graph writes."""
     results: Any = gm.graph.output_node().args[0]
     places = {node: i for i, node in enumerate(results) if isinstance(node, fx.Node)}
-    found = []
+    found: list[tuple[int, int, Callable[[Any], Any]]] = []
     for i, node in enumerate(results[: gm.meta[N_OUTPUTS]]):
         views = views_of(node)
         base = next((at for at, view in enumerate(views) if places.get(view, i) != i), None)
