@@ -43,7 +43,7 @@ from autoshard.errors import ConfigError
 from autoshard.mesh_search import choose
 from autoshard.parameters import expect_reduced, store, store_what_is_left
 from autoshard.passes import PendingInput
-from autoshard.planning import views_among, views_of
+from autoshard.planning import view_chain, views_among
 from autoshard.program import Program, ProgramHandle, register
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import (
@@ -306,7 +306,7 @@ def _handed_out(program: Program, stored: Sequence[int]) -> dict[int, tuple[str,
     serial = program.serial
     placeholders = {n: i for i, n in enumerate(serial.graph.find_nodes(op="placeholder"))}
     outputs: Any = serial.graph.output_node().args[0]
-    sources = [views_of(output)[-1] for output in outputs[: serial.meta[N_OUTPUTS]]]
+    sources = [view_chain(output)[-1] for output in outputs[: serial.meta[N_OUTPUTS]]]
     return {
         i: (program.parameters[node], placeholders[node])
         for i, node in enumerate(sources)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -147,9 +146,7 @@ class Interpreter(fx.Interpreter):
         return self.state.next_extra() if isinstance(value, torch.Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        with self.state.at(args, kwargs) as results:
-            results.append(self._call_function(target, args, kwargs))
-        return results[0]
+        return self.state.at(args, kwargs, lambda: self._call_function(target, args, kwargs))
 
     def _call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         state = self.state
@@ -184,12 +181,10 @@ class Interpreter(fx.Interpreter):
             told = "a tensor is given the memory of another (set_), which a functional graph lacks"
             where = source_line(self.state.node.meta.get("stack_trace"))
             raise CaptureError(told, where=where, remedy="Use the other tensor itself.")
-        with self.state.at(args, kwargs) as results:
-            if target == "detach_":
-                results.append(self._call_function(torch.detach_, args, {}))
-            else:
-                results.append(super().call_method(target, args, kwargs))
-        return results[0]
+        if target == "detach_":
+            return self.state.at(args, kwargs, lambda: self._detach(args[0]))
+        method = super().call_method
+        return self.state.at(args, kwargs, lambda: method(target, args, kwargs))
 
     def _detach(self, x: torch.Tensor) -> torch.Tensor:
         """`x.detach_()`, of which a functional trace has nothing: a write of `x` without its
@@ -229,7 +224,8 @@ def _policy(body: fx.GraphModule) -> Callable[..., Any] | None:
 class TraceState:
     """The state of a trace at its present node.
 
-    extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start.
+    extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start, and
+    at the present node; trains: whether it was on at the start.
     """
 
     def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
@@ -251,10 +247,8 @@ class TraceState:
         self._position += 1
         return self._extra[self._position - 1]
 
-    @contextmanager
-    def at(self, args: Any, kwargs: Any) -> Iterator[list[Any]]:
-        """Tag the nodes made inside, and look at the operands before and after; gives a list for
-        the result of what is run inside.
+    def at(self, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """The result of `run`, whose nodes are tagged; the operands are looked at before and after.
 
         Looking applies pending writes to views, whose nodes must not carry the tags.
         """
@@ -270,14 +264,13 @@ class TraceState:
         if self.region is not None:
             meta["ac_graph_id"] = self.region
             meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-        results: list[Any] = []
-        yield results
-        detaches = self.node.target in _DETACHING
-        hidden_view = self.trains and self.is_hidden
-        results[:] = [self.names.name(operands, x, detaches, hidden_view) for x in results]
+        result = run()
+        detaches, hidden = self.node.target in _DETACHING, self.trains and self.is_hidden
+        result = self.names.name(operands, result, detaches, hidden)
         meta.clear()
         meta.update(before)
         self.names.write(operands, self.is_hidden)
+        return result
 
     @property
     def is_hidden(self) -> bool:

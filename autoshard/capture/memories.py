@@ -10,7 +10,6 @@ gradient of p and leaves x its own, and `x.data.mul_(2)` leaves x the gradient t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.planning import views_of
+from autoshard.planning import same_shape, view_chain
 from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
 
@@ -129,7 +128,7 @@ class Versions:
         self._own = {node_of(slot) for slot in names.detached}
         self._names: dict[fx.Node, int] = {}
         for slot, name in names.reads:
-            for view in views_of(node_of(slot)):
+            for view in view_chain(node_of(slot)):
                 if isinstance(view, fx.Node) and view.target is aten.detach.default:
                     self._names[view], name = name, names.parents[name]
         self._last: dict[fx.Node, int] = {}
@@ -151,13 +150,13 @@ class Versions:
 def _is_same_view(old: Any, new: Any) -> bool:
     """Whether two values are views of the same kind of two others."""
     return (
-        all(isinstance(x, fx.Node) and views_of(x)[1:] for x in (old, new))
+        all(isinstance(x, fx.Node) and view_chain(x)[1:] for x in (old, new))
         and (old.target, old.args[1:], old.kwargs) == (new.target, new.args[1:], new.kwargs)
         and _is_alike(old.args[0], new.args[0])
     )
 
 
 def _is_alike(old: fx.Node, new: fx.Node) -> bool:
-    """Whether two values have the same shapes, asked without a guard."""
-    both = ([str(x.shape) for x in pytree.tree_leaves(n.meta["val"])] for n in (old, new))
-    return operator.eq(*both)
+    """Whether two values, or all elements of two, have the same shapes."""
+    tensors = [pytree.tree_leaves(node.meta["val"]) for node in (old, new)]
+    return len(tensors[0]) == len(tensors[1]) and all(map(same_shape, *tensors))

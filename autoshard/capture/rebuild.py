@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoshard.capture.interpreter import Extra, Hop, TraceState
 from autoshard.capture.memories import Slot, Versions
-from autoshard.planning import views_of
+from autoshard.planning import view_chain
 from autoshard.runtime import compat
 from autoshard.runtime.graph_meta import DIFF, MUTATED, N_OUTPUTS, NO_GRAD, REWRITTEN
 
@@ -115,7 +115,7 @@ class Rebuild:
                 self._get_attr(node)
         count = self.seen.n_outputs + len(self.seen.mutated)
         kept = [self._at(v) if isinstance(v, fx.Node) else v for v in self.outputs[:count]]
-        viewed = {view for out in kept[: self.seen.n_outputs] for view in views_of(out)}
+        viewed = {view for out in kept[: self.seen.n_outputs] for view in view_chain(out)}
         for i, place in enumerate(self.seen.mutated, self.seen.n_outputs):
             given = sources[place].meta.get("example_value", self.inputs[place])
             first = kept[i]
@@ -184,8 +184,9 @@ class Rebuild:
             self.env[node] = self._read(node, name)
             return
         is_hidden = _is_hidden(node.meta)
-        if node.target is aten.detach.default and is_hidden:
-            if not (source := self._at(node.args[0])).meta.get(DIFF):  # type: ignore[arg-type]
+        if is_hidden and node.target is aten.detach.default:
+            source = self._at(node.args[0])  # type: ignore[arg-type]
+            if not source.meta.get(DIFF):
                 self.env[node] = source
                 return
         if node.target is aten.copy.default:
@@ -193,8 +194,8 @@ class Rebuild:
             return
         new = self.graph.node_copy(node, self._at)
         new.meta = _kept(node.meta)
-        is_view = bool(views_of(node)[1:])  # traced anew, it may serve what follows the region, too
-        if is_hidden and not (is_view and self.seen.state.trains):
+        # a view that is traced anew may serve what follows the region, too
+        if is_hidden and not (self.seen.state.trains and view_chain(node)[1:]):
             self._detach_operands(new, new.all_input_nodes)
         old, name = self.memories.versions.get(node, (None, 0))
         if name and old is not None and node.args[0] is old:
@@ -208,7 +209,7 @@ class Rebuild:
 
     def _read(self, node: fx.Node, name: int) -> fx.Node:
         """What a detached tensor is after writes: the memory's value, with the name's history."""
-        views = views_of(node)
+        views = view_chain(node)
         place = next((i for i, view in enumerate(views) if view in self.memories.versions), None)
         if place is not None and self.memories.versions[views[place]][1] == name:
             value = self._at(views[place])
@@ -229,7 +230,7 @@ class Rebuild:
         if node not in self.memories.versions:
             return new
         old, name = self.memories.versions[node]
-        is_copy = views_of(node)[-1].target is aten.copy.default
+        is_copy = view_chain(node)[-1].target is aten.copy.default
         if name == 0 and (is_copy or new.meta.get(DIFF)):
             return new  # what an operator writes by a name inside of it, autograd does not see
         before = self._at(old)

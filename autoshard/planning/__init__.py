@@ -33,8 +33,8 @@ from autoshard.planning.operators import (
     reached,
     target_name,
     unflattened,
+    view_chain,
     views_among,
-    views_of,
 )
 from autoshard.planning.plan import PLAN_FILE, GraphPlan, PipelinePlan, Plan, strategy_text
 from autoshard.planning.prices import Prices

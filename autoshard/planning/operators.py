@@ -116,7 +116,7 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def views_of(node: Any) -> list[Any]:
+def view_chain(node: Any) -> list[Any]:
     """A value, and what it is a view or an element of, down to what has made the memory."""
     found = [node]
     others = operator.getitem, aten._unsafe_view.default
@@ -133,10 +133,11 @@ def views_among(gm: fx.GraphModule) -> list[tuple[int, int, Callable[[Any], Any]
     places = {node: i for i, node in enumerate(results) if isinstance(node, fx.Node)}
     found: list[tuple[int, int, Callable[[Any], Any]]] = []
     for i, node in enumerate(results[: gm.meta[N_OUTPUTS]]):
-        views = views_of(node)
-        base = next((at for at, view in enumerate(views) if places.get(view, i) != i), None)
-        if base is not None:
-            found.append((places[views[base]], i, functools.partial(_viewed, views[:base][::-1])))
+        views = view_chain(node)
+        others = [at for at, view in enumerate(views) if places.get(view, i) != i]
+        if others:  # of the last, what has the memory of all the others
+            made = functools.partial(_viewed, views[: others[-1]][::-1])
+            found.append((places[views[others[-1]]], i, made))
     return found
 
 

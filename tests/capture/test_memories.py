@@ -52,8 +52,8 @@ def function(lines: list[str]) -> Any:
     body = ["h = self.lin(x)"]
     for line in lines:
         inner = line.strip().removeprefix("NO_GRAD: ")
-        body += ["with torch.no_grad():"] * (inner != line.strip())
-        body.append("    " * (inner != line.strip()) + inner)
+        hidden = inner != line.strip()
+        body += ["with torch.no_grad():", f"    {inner}"] if hidden else [inner]
     made: dict[str, Any] = {"torch": torch, "inf": float("inf")}
     exec("def fn(self, x, p):\n    " + "\n    ".join(body), made)  # noqa: S102
     return made["fn"]
