@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from torch import nn
 
+from autoshard.errors import CollectiveError
 from autoshard.verification import program_check
 from exhaustive import seed
 
@@ -55,6 +56,26 @@ def test_what_plain_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model_matrix.step_of("", "tp") == ("torch", "RuntimeError: a view")
     monkeypatch.setattr(model_matrix, "apart", lambda *args: (1.0, "weight"))
     assert model_matrix.step_of("", "tp")[0] == "random"
+
+
+class _Branching(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.sum() > 0 else x * self.bias
+
+
+@pytest.mark.parametrize("second, said", [(1.0, "wrong"), (-1.0, "refused")])
+def test_ranks_that_run_other_graphs_by_their_batch(
+    monkeypatch: pytest.MonkeyPatch, second: float, said: str
+) -> None:
+    x = torch.cat([torch.ones(2, 2), torch.full((2, 2), second)])
+    monkeypatch.setattr(tiny_models, "build", lambda name: (_Branching(2, 2), {"x": x}))
+
+    def broken(*args: Any) -> Any:
+        raise CollectiveError("the ranks disagree")
+
+    monkeypatch.setattr(model_matrix, "apart", broken)
+    assert model_matrix.step_of("", "dp_shard")[0] == said
+    assert model_matrix.step_of("", "tp")[0] == "wrong"  # which gives all ranks the same
 
 
 def test_a_wrong_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

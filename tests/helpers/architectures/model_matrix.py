@@ -8,10 +8,11 @@ Architectures are those of transformers, and of timm and diffusers where they ar
 by one procedure (tiny_models.py). The oracle is the unsharded model. Ranks are threads of one
 process, in lockstep (`verify`); two processes hold a rank each on pp, of a graph that breaks, of a
 model that draws random numbers, and of a drawn tenth of the rest. A row is "equal", "refused" (an
-error of autoshard's, with its text), "not tiny" (no model was made, and why), "torch" (plain
-aot_eager cannot run a step either), "random" (processes drew numbers, which no serial step draws)
-or "wrong": other gradients, any other error, a process that ended or was silent. A line of JSON a
-row goes into `--results`, where those asked so far lie, and the table of them into `--write`.
+error of autoshard's, with its text; that ranks run other graphs is one where their batches decide
+it), "not tiny" (no model was made, and why), "torch" (plain aot_eager cannot run a step either),
+"random" (processes drew numbers, which no serial step draws) or "wrong": other gradients, any other
+error, a process that ended or was silent. A line of JSON a row goes into `--results`, where those
+asked so far lie, and the table of them into `--write`.
 """
 
 from __future__ import annotations
@@ -192,8 +193,9 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
                 break
             inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
-            of_another_rank = isinstance(inner, PlanMismatchError | CollectiveError)
-            if isinstance(inner, autoshard.AutoshardError) and not of_another_rank:
+            others = isinstance(inner, PlanMismatchError | CollectiveError)
+            refused = isinstance(inner, autoshard.AutoshardError)
+            if refused and (not others or _branches(model, batch, mesh)):
                 return "refused", text
             plain = _plain(model, batch, mesh)
             return ("torch", plain) if plain else ("wrong", text)
@@ -226,6 +228,24 @@ def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
         if not off <= TOLERANCE:
             return f"{worst} is {off:.2g} off"
     return ""
+
+
+def _branches(model: nn.Module, batch: dict[str, Any], mesh: str) -> bool:
+    """Whether ranks run other graphs because of what is in their batches."""
+    ran: list[list[str]] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran[-1].append(gm.code)
+            return gm(*args)
+
+        return run
+
+    for part in _batches(batch, mesh):
+        torch._dynamo.reset()
+        ran.append([])
+        _loss(torch.compile(copied(model), backend=backend), part)
+    return any(one != ran[0] for one in ran)
 
 
 def _batches(batch: dict[str, Any], mesh: str, count: int = 0) -> list[dict[str, Any]]:
