@@ -179,7 +179,7 @@ class Elimination(Buckets):
         for variable, bucket in self.filled():
             if not bucket:
                 continue
-            message, entries = _minimise(variable, bucket, repeated)
+            message, entries = minimise(variable, bucket, repeated)
             self.width = max(self.width, len(message.scope) + 1)
             self.work += entries
             if not self.conflict and np.isinf(message.table).all():
@@ -189,7 +189,7 @@ class Elimination(Buckets):
             self.place(message)
 
 
-def _minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[Factor, int]:
+def minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[Factor, int]:
     """The sum of the bucket's tables minimised over `variable`, and the entries of that sum."""
     scope = tuple(sorted({v for f in bucket for v in f.scope} - {variable}))
     axes = (variable, *scope)

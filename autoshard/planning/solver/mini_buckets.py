@@ -9,22 +9,22 @@ assignment is read off the parts; where it costs no more than the bound it is th
 unrolled recurrence, whose steps all read the same weights, is solved so in thousandths of the work.
 """
 
-import itertools
+import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from autoshard.planning.solver.elimination import (
     Buckets,
-    Elimination,
     Factor,
     Repeated,
     Table,
     aligned,
     condition,
     elimination_order,
+    minimise,
 )
 
 _EASY = 2**12
@@ -94,12 +94,66 @@ class MiniBuckets(Buckets):
         return Factor(axes, total)
 
 
+class _Conditioned(Buckets):
+    """Bucket elimination of what is left where some variables are `fixed`. Where one of them gets
+    another value, only those buckets are computed again to which that makes a difference."""
+
+    def __init__(self, factors: list[Factor], order: Sequence[int], fixed: dict[int, int]) -> None:
+        super().__init__((), order)
+        self.fixed, self.cost = fixed, math.inf
+        self._factors, self._order = factors, order
+        # of each bucket, and last of what has no variable left: factors, then messages, by number
+        self._tables: list[dict[int, Factor]] = [{} for _ in range(len(order) + 1)]
+        self._reading: dict[int, list[int]] = {variable: [] for variable in fixed}
+        for i, factor in enumerate(factors):
+            for variable in factor.scope:
+                if variable in fixed:
+                    self._reading[variable].append(i)
+        self._take(fixed, range(len(factors)))
+
+    def try_value(self, variable: int, value: int) -> None:
+        """Give a fixed variable another value, if that costs less."""
+        if value != self.fixed[variable]:
+            self._take(self.fixed | {variable: value}, self._reading[variable])
+
+    def filled(self) -> list[tuple[int, list[Factor]]]:
+        """The buckets in order, with the messages that they get."""
+        return [(v, list(tables.values())) for v, tables in zip(self._order, self._tables)]
+
+    def _take(self, fixed: dict[int, int], others: Sequence[int]) -> None:
+        """Have these values, with which some factors are others, if that costs less."""
+        new: dict[int, dict[int, Factor]] = defaultdict(dict)
+        known, last = Repeated(), len(self._order)
+        for i, factor in zip(others, condition([self._factors[i] for i in others], fixed)):
+            new[self._bucket(factor)][i] = factor
+        waiting = sorted(new)
+        while waiting and (at := heapq.heappop(waiting)) < last:
+            tables = (self._tables[at] | new[at]).values()
+            message, entries = minimise(self._order[at], list(tables), known)
+            self.work += entries
+            to, number = self._bucket(message), len(self._factors) + at
+            before = self._tables[to].get(number)
+            if before is None or not np.array_equal(before.table, message.table):
+                if to not in new:
+                    heapq.heappush(waiting, to)
+                new[to][number] = message
+        left = (self._tables[last] | new[last]).values()
+        cost = sum(float(factor.table) for factor in left)
+        if cost < self.cost:
+            self.cost, self.fixed = cost, fixed
+            for at, tables in new.items():
+                self._tables[at].update(tables)
+
+    def _bucket(self, factor: Factor) -> int:
+        return min((self._position[v] for v in factor.scope), default=len(self._order))
+
+
 def refined(
     factors: list[Factor], sizes: Sequence[int], chosen: dict[int, int]
 ) -> tuple[dict[int, int], int]:
     """A better assignment than a good one, and the entries computed: the variables without which
     every table is small get another value each in turn, and the rest is the cheapest exactly."""
-    scopes, known = [factor.scope for factor in factors], Repeated()
+    scopes = [factor.scope for factor in factors]
     cutset: tuple[int, ...] = ()
     while True:
         order, buckets = elimination_order(sizes, scopes, without=cutset)
@@ -108,18 +162,12 @@ def refined(
             break
         count = Counter(v for bucket in large for v in bucket)
         cutset = (*cutset, max(count, key=lambda v: (count[v], -v)))
-    work, least = 0, math.inf
-    fixed = {variable: chosen.get(variable, 0) for variable in cutset}
+    run = _Conditioned(factors, order, {variable: chosen.get(variable, 0) for variable in cutset})
     for _ in range(_SWEEPS):
-        before = least
-        for variable, value in itertools.product(cutset, range(max(sizes))):
-            if value >= sizes[variable] or (value == fixed[variable] and least < math.inf):
-                continue
-            tried = fixed | {variable: value}
-            run = Elimination(condition(factors, tried), order, known)
-            work += run.work
-            if run.cost < least:
-                least, fixed, chosen = run.cost, tried, run.assignment() | tried
-        if least == before:
+        before = run.cost
+        for variable in cutset:
+            for value in range(sizes[variable]):
+                run.try_value(variable, value)
+        if run.cost == before:
             break
-    return chosen, work
+    return (chosen if math.isinf(run.cost) else run.assignment() | run.fixed), run.work
