@@ -94,13 +94,15 @@ class MiniBuckets(Buckets):
         return Factor(axes, total)
 
 
+_Tables = dict[int, dict[int, Factor]]
+
+
 class _Conditioned(Buckets):
     """Bucket elimination of what is left where some variables are `fixed`. Where one of them gets
     another value, only those buckets are computed again to which that makes a difference."""
 
     def __init__(self, factors: list[Factor], order: Sequence[int], fixed: dict[int, int]) -> None:
         super().__init__((), order)
-        self.fixed, self.cost = fixed, math.inf
         self._factors, self._order = factors, order
         # of each bucket, and last of what has no variable left: factors, then messages, by number
         self._tables: list[dict[int, Factor]] = [{} for _ in range(len(order) + 1)]
@@ -109,27 +111,37 @@ class _Conditioned(Buckets):
             for variable in factor.scope:
                 if variable in fixed:
                     self._reading[variable].append(i)
-        self._take(fixed, range(len(factors)))
+        self._set(fixed, *self._with(fixed, range(len(factors))))
 
     def try_value(self, variable: int, value: int) -> None:
         """Give a fixed variable another value, if that costs less."""
-        if value != self.fixed[variable]:
-            self._take(self.fixed | {variable: value}, self._reading[variable])
+        if value == self.fixed[variable]:
+            return
+        fixed = self.fixed | {variable: value}
+        cost, new = self._with(fixed, self._reading[variable])
+        if cost < self.cost:
+            self._set(fixed, cost, new)
 
     def filled(self) -> list[tuple[int, list[Factor]]]:
         """The buckets in order, with the messages that they get."""
         return [(v, list(tables.values())) for v, tables in zip(self._order, self._tables)]
 
-    def _take(self, fixed: dict[int, int], others: Sequence[int]) -> None:
-        """Have these values, with which some factors are others, if that costs less."""
-        new: dict[int, dict[int, Factor]] = defaultdict(dict)
+    def _set(self, fixed: dict[int, int], cost: float, new: _Tables) -> None:
+        self.fixed, self.cost = fixed, cost
+        for at, tables in new.items():
+            self._tables[at].update(tables)
+
+    def _with(self, fixed: dict[int, int], others: Sequence[int]) -> tuple[float, _Tables]:
+        """The cost with these values, with which some factors are others, and the tables that are,
+        by their bucket."""
+        new: _Tables = defaultdict(dict)
         known, last = Repeated(), len(self._order)
         for i, factor in zip(others, condition([self._factors[i] for i in others], fixed)):
             new[self._bucket(factor)][i] = factor
         waiting = sorted(new)
         while waiting and (at := heapq.heappop(waiting)) < last:
-            tables = (self._tables[at] | new[at]).values()
-            message, entries = minimise(self._order[at], list(tables), known)
+            bucket = list((self._tables[at] | new[at]).values())
+            message, entries = minimise(self._order[at], bucket, known)
             self.work += entries
             to, number = self._bucket(message), len(self._factors) + at
             before = self._tables[to].get(number)
@@ -138,11 +150,7 @@ class _Conditioned(Buckets):
                     heapq.heappush(waiting, to)
                 new[to][number] = message
         left = (self._tables[last] | new[last]).values()
-        cost = sum(float(factor.table) for factor in left)
-        if cost < self.cost:
-            self.cost, self.fixed = cost, fixed
-            for at, tables in new.items():
-                self._tables[at].update(tables)
+        return sum(float(factor.table) for factor in left), new
 
     def _bucket(self, factor: Factor) -> int:
         return min((self._position[v] for v in factor.scope), default=len(self._order))

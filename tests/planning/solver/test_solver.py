@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from networkx.algorithms.approximation import treewidth_min_degree
 
-from autoshard.planning.solver import factor_graph
+from autoshard.planning.solver import elimination, factor_graph, mini_buckets
 from autoshard.planning.solver.elimination import Elimination, elimination_order, fill_order
 from autoshard.planning.solver.factor_graph import FactorGraph, Infeasible, TooWide
 
@@ -110,6 +110,28 @@ def test_mini_buckets_bound_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None
             assert best <= cost == bounded.cost <= best + bounded.gap + 1e-9
             found, proved = found + 1, proved + (bounded.gap == 0)
     assert 0 < proved < found and found > 200
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_another_value_costs_what_it_does_from_scratch(seed: int) -> None:
+    """And computes again only what it reaches: in a chain with chords, what comes later."""
+    rng = np.random.default_rng(seed)
+    pairs = [(i, i + 1) for i in range(99)] + [(i, i + 30) for i in range(0, 60, 25)]
+    factors = [elimination.Factor(pair, table(rng, (4, 4))) for pair in pairs]
+    fixed = {v: int(rng.integers(4)) for v in range(0, 60, 25)}
+    order, _ = elimination_order([4] * 100, pairs, without=tuple(fixed))
+    run, whole = mini_buckets._Conditioned(factors, order, fixed), 0
+    for variable, value in rng.permutation(list(itertools.product(fixed, range(4)))).tolist():
+        before, old, tried = run.cost, run.fixed, run.fixed | {variable: value}
+        scratch = Elimination(elimination.condition(factors, tried), order)
+        run.try_value(variable, value)
+        whole += scratch.work
+        assert run.cost == min(before, scratch.cost) or (before, scratch.cost) == (math.inf,) * 2
+        assert run.fixed == (tried if scratch.cost < before else old)
+    chosen = run.assignment() | run.fixed
+    found = sum(float(f.table[tuple(chosen[v] for v in f.scope)]) for f in factors)
+    assert found == run.cost or math.isinf(run.cost)
+    assert run.work < 0.7 * whole
 
 
 def unrolled(steps: int) -> FactorGraph:
