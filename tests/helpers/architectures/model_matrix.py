@@ -333,7 +333,7 @@ def table(found: Sequence[dict[str, Any]], all_known: int) -> str:
     lines = [PAGE.format(len({one["model"] for one in found}), all_known), *counts(found)]
     reasons: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for one in found:
-        why = re.sub(r"'[^']*'|[\d.,]+|\(?/\S+", "…", one["why"])[:80].replace("|", "/")
+        why = re.sub(r"'[^']*'|[\d.,]+|\(?/\S+", "…", one["why"])[:60].replace("|", "/")
         reasons[one["said"], why][one["model"]].append(one["mesh"])
     rows = []
     for (said, why), models in sorted(reasons.items()):
