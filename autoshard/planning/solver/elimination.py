@@ -144,9 +144,13 @@ class Buckets:
     def place(self, factor: Factor) -> None:
         """Put a factor, or what is left of a bucket, where its first variable is."""
         if factor.scope:
-            self._waiting[min(self._position[v] for v in factor.scope)].append(factor)
+            self._waiting[self.bucket(factor)].append(factor)
         else:
             self.cost += float(factor.table)
+
+    def bucket(self, factor: Factor) -> int:
+        """Of which bucket a factor is: its first variable's; after all, that of none."""
+        return min((self._position[v] for v in factor.scope), default=len(self._position))
 
     def filled(self) -> list[tuple[int, list[Factor]]]:
         """The buckets in order; those to come fill while this one is emptied."""
@@ -238,10 +242,10 @@ def aligned(factor: Factor, axes: tuple[int, ...]) -> Table:
 
 def condition(factors: list[Factor], fixed: dict[int, int]) -> list[Factor]:
     """The factors that remain when some variables are given values."""
-    if not fixed:
-        return factors
     return [
-        Factor(
+        f
+        if fixed.keys().isdisjoint(f.scope)  # its table stays one array: see `Repeated`
+        else Factor(
             tuple(v for v in f.scope if v not in fixed),
             f.table[tuple(fixed.get(v, slice(None)) for v in f.scope)],
         )

@@ -137,13 +137,13 @@ class _Conditioned(Buckets):
         new: _Tables = defaultdict(dict)
         known, last = Repeated(), len(self._order)
         for i, factor in zip(others, condition([self._factors[i] for i in others], fixed)):
-            new[self._bucket(factor)][i] = factor
+            new[self.bucket(factor)][i] = factor
         waiting = sorted(new)
         while waiting and (at := heapq.heappop(waiting)) < last:
             bucket = list((self._tables[at] | new[at]).values())
             message, entries = minimise(self._order[at], bucket, known)
             self.work += entries
-            to, number = self._bucket(message), len(self._factors) + at
+            to, number = self.bucket(message), len(self._factors) + at
             before = self._tables[to].get(number)
             if before is None or not np.array_equal(before.table, message.table):
                 if to not in new:
@@ -151,9 +151,6 @@ class _Conditioned(Buckets):
                 new[to][number] = message
         left = (self._tables[last] | new[last]).values()
         return sum(float(factor.table) for factor in left), new
-
-    def _bucket(self, factor: Factor) -> int:
-        return min((self._position[v] for v in factor.scope), default=len(self._order))
 
 
 def refined(

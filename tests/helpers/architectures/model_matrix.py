@@ -193,12 +193,12 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
                 break
             inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
             text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
-            others = isinstance(inner, PlanMismatchError | CollectiveError)
-            refused = isinstance(inner, autoshard.AutoshardError)
-            if refused and (not others or _branches(model, batch, mesh)):
+            ours = isinstance(inner, autoshard.AutoshardError)
+            if ours and not isinstance(inner, PlanMismatchError | CollectiveError):
                 return "refused", text
-            plain = _plain(model, batch, mesh)
-            return ("torch", plain) if plain else ("wrong", text)
+            if plain := _plain(model, batch, mesh):
+                return "torch", plain
+            return "refused" if ours and _branches(model, batch, mesh) else "wrong", text
         if off <= TOLERANCE:
             return "equal", why
         why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
