@@ -9,6 +9,7 @@ from typing import Any
 import model_matrix
 import pytest
 import tiny_models
+import tiny_search
 import torch
 from torch import nn
 
@@ -35,6 +36,27 @@ def test_a_drawn_row_is_equal_still(gloo2: Any) -> None:
         if "ImportError" not in why:
             break
     assert (said, why) == ("equal", ""), (name, mesh)
+
+
+class _Sound(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(2, 2, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return nn.functional.scaled_dot_product_attention(y, y, y)
+
+
+def test_a_tiny_model_of_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input of 1,024 places is a quarter of that, where a forward may do less."""
+    draft = tiny_search.Draft({}, {}, lambda values: _Sound())
+    for most, length in ((10**6, 1024), (10**5, 256)):
+        monkeypatch.setattr(tiny_search, "WORK", most)
+        assert tiny_search.search(draft)[1]["x"].shape == (4, 2, length)
+    monkeypatch.setattr(tiny_search, "WORK", 10)
+    with pytest.raises(ValueError, match="a forward of more than 10 floating-point operations"):
+        tiny_search.search(draft)
 
 
 class _Drawing(nn.Linear):

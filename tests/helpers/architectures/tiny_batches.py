@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 WORDS, TOKENS, BATCH = 128, 16, 4
+TEXT, SIDE = 8, 16
+"""Words of a text beside the input, and the side of a picture."""
 
 
 def batch_of(model: nn.Module, whole: bool = False) -> dict[str, torch.Tensor]:
@@ -123,3 +126,53 @@ def loss_of(output: Any) -> torch.Tensor:
     if not parts:
         raise ValueError("no output has a gradient")
     return torch.stack(parts).sum()
+
+
+def argument_of(name: str, model: nn.Module) -> Any:
+    """An argument of forward by its name; None where the name tells nothing."""
+    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    if re.search(r"return|labels|output_|use_|cache|past_key|kwargs|session|attention_kw", name):
+        return None
+    if re.search(r"grid_thw|grid_hws?$", name):
+        return torch.tensor([[1, 4, 4]] * BATCH)
+    if re.search(r"^(num_|latent_)?frames$|^num_\w+$", name):
+        return 5
+    if re.fullmatch(r"height|width", name):
+        return SIDE
+    if re.search(r"img_shapes", name):
+        return [[(1, 4, 4)]] * BATCH
+    if re.search(r"mask", name):
+        return torch.ones(BATCH, TEXT if "encoder" in name else TOKENS, dtype=torch.long)
+    if re.search(r"_lens?$|lengths?$", name):
+        return torch.full((BATCH,), TEXT)
+    if re.search(r"time|sigma|guidance|fps|ratio|r_t|_scale$|snr", name):
+        return torch.arange(1, BATCH + 1)
+    if re.search(r"_size$|crop|aspect|resolution", name):
+        return torch.full((BATCH, 2), SIDE)
+    if re.search(r"(img|txt|image|text)_ids|pos$|coords", name):
+        return torch.zeros(TEXT if "t" in name[:2] else SIDE, 3)
+    if re.search(r"_ids?$|_ids_|indexes|indices|tokens", name):
+        return torch.arange(BATCH * TEXT).reshape(BATCH, TEXT) % (WORDS // 2)
+    if re.search(r"pooled|image_embeds|proj_emb|class_emb|^state$|projections", name):
+        return normal(BATCH, 32)
+    if re.search(r"cond$|conditioning", name):
+        return normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
+    if re.search(r"encoder|text|txt|caption|context|prompt|query|embeds|past_", name):
+        return normal(BATCH, TEXT, 32)
+    shape = first_shape(model)
+    if "video" in name and "pixel" in name and len(shape) == 4:
+        return normal([BATCH, 4, *shape[1:]])
+    if re.search(r"hidden|sample|latent|^x$|pixel|image|video|values|features|waveform|inp", name):
+        return normal(shape)
+    return None
+
+
+def first_shape(model: nn.Module) -> list[int]:
+    """The shape that the first module with weights takes."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            rank = len(module.kernel_size) + 2
+            return [BATCH, module.in_channels, *{3: [1024], 4: [64, 64], 5: [5, 16, 16]}[rank]]
+        if isinstance(module, nn.Linear):
+            return [BATCH, SIDE, module.in_features]
+    return [BATCH, 4, SIDE, SIDE]

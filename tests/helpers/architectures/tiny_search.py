@@ -20,15 +20,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tiny_batches import BATCH, TOKENS, WORDS, batch_of, loss_of
+from tiny_batches import BATCH, SIDE, TEXT, argument_of, batch_of, loss_of
 from torch import nn
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGEST = 100_000_000
 """Parameters of a model that counts as tiny."""
 STEPS, TRIES = 20, 80
 """Repairs of a draft, and what is tried for each."""
-TEXT, SIDE = 8, 16
+_OPERATIONS = "floating-point operations"
+WORK = 10**11
+"""Floating-point operations of a forward that counts as tiny: a picture of other extents may be
+thousands of words."""
 _OF_INPUTS = re.compile(r"channels|vocab|mel|cross_|text|caption|image|sample|patch")
 
 
@@ -93,21 +97,51 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 class _Lines(TorchDispatchMode):
-    """The lines of a library that call operators."""
+    """The lines of a library that call operators; ValueError before more than `WORK`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[tuple[str, int]] = set()
+        self.work = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if re.search(r"/(transformers|timm|diffusers)/", name):
+            if _of_a_library(name):
                 self.found.add((name, frame.f_lineno))
                 break
             frame = frame.f_back  # type: ignore[assignment]
+        if (count := _WORKS.get(func._overloadpacket)) is not None:
+            self.work += count(*args, **(kwargs or {}))
+            if self.work > WORK:
+                self.found.clear()
+                raise ValueError(f"a forward of more than {WORK:,} {_OPERATIONS}")
         return func(*args, **(kwargs or {}))
+
+
+def _of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+    return int(flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _of_convolution(x: torch.Tensor, weight: torch.Tensor, *given: Any, **_: Any) -> int:
+    _, stride, _, _, transposed, *_ = given
+    places = x.numel() // x.shape[1] // (1 if transposed else math.prod(stride))
+    return 2 * places * weight.numel()
+
+
+_ATEN = torch.ops.aten
+_WORKS: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    _ATEN.convolution: _of_convolution,
+    **{one: flop_counter.flop_registry[one] for one in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm)},
+}
+"""What may be large though its inputs are not."""
+
+
+@functools.cache
+def _of_a_library(file: str) -> bool:
+    return re.search(r"/(transformers|timm|diffusers)/", file) is not None
 
 
 def _run(draft: Draft, one: Try, before: Try | None = None) -> Try:
@@ -149,7 +183,7 @@ def _raised(error: Exception) -> tuple[str, tuple[str, ...]]:
     where, names = re.sub(r"\d+", "", str(error)), []
     at = error.__traceback__
     while at is not None:
-        if re.search(r"/(transformers|timm|diffusers)/", at.tb_frame.f_code.co_filename):
+        if _of_a_library(at.tb_frame.f_code.co_filename):
             where += f" {at.tb_lineno}"
             names = [name for name, value in at.tb_frame.f_locals.items() if value is None] + names
         at = at.tb_next
@@ -164,7 +198,7 @@ def _first_batch(model: nn.Module) -> dict[str, Any]:
     takes = inspect.signature(model.forward).parameters
     for name, one in takes.items():
         if one.default is one.empty and name not in batch:
-            value = _value(name, model)
+            value = argument_of(name, model)
             if value is not None and one.kind is not one.VAR_KEYWORD:
                 batch[name] = value
     return {name: value for name, value in batch.items() if name in takes}
@@ -177,6 +211,9 @@ def _next(draft: Draft, at: Try) -> Iterator[tuple[dict[str, Any], dict[str, Any
     numbers = [n for n in numbers if 1 <= n <= 8192][:10]
     if "missing" in at.said and "forward()" in at.said:
         yield from ((at.values, batch) for batch in _batches(at, numbers))
+        return
+    if at.said.endswith(_OPERATIONS):
+        yield from ((at.values, _shorter(at.batch or {}, share)) for share in (4, 16, 64))
         return
     fields = ({**at.values, **changed} for changed in _fields(draft, at, numbers))
     if stage < 2 or at.batch is None:
@@ -197,7 +234,7 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
     assert model is not None
     takes = inspect.signature(model.forward).parameters
     missed = [name for name in takes if name not in batch and f"'{name}'" in at.said]
-    new = {name: _value(name, model) for name in missed}
+    new = {name: argument_of(name, model) for name in missed}
     if None in new.values() and "missing" in at.said:
         return
     if new:
@@ -207,8 +244,8 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
         yield from _of_other_ranks(batch)
     none = "None" in at.said or re.search("must|should|need|provide|specify", at.said)
     for name in at.empty if none else ():
-        if name in takes and name not in batch and _value(name, model) is not None:
-            yield {**batch, name: _value(name, model)}
+        if name in takes and name not in batch and argument_of(name, model) is not None:
+            yield {**batch, name: argument_of(name, model)}
     floats = {
         name: list(value.shape) for name, value in batch.items()
         if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dim() == 2)
@@ -219,10 +256,10 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
                 yield {**batch, name: _like(batch[name], [*shape[:d], n, *shape[d + 1 :]])}
     optional = [
         name for name, one in takes.items()
-        if name not in batch and one.default is None and _value(name, model) is not None
+        if name not in batch and one.default is None and argument_of(name, model) is not None
     ]  # fmt: skip
     for name in optional if none else ():
-        yield {**batch, name: _value(name, model)}
+        yield {**batch, name: argument_of(name, model)}
     if not rank:
         yield from _of_other_ranks(batch)
     for name, n in itertools.product(floats, numbers):
@@ -239,6 +276,16 @@ def _batches(at: Try, numbers: list[int]) -> Iterator[dict[str, Any]]:
             for n in (1, 3, 4, 9, 16, 32, 64, 128):
                 if n != shape[d]:
                     yield {**batch, name: _like(batch[name], [*shape[:d], n, *shape[d + 1 :]])}
+
+
+def _shorter(batch: dict[str, Any], share: int) -> dict[str, Any]:
+    """The batch with so much less of sounds and pictures."""
+    return {
+        name: value[..., : max(value.shape[-1] // share, 1)].clone()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 2
+        else value
+        for name, value in batch.items()
+    }
 
 
 def _of_other_ranks(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -347,53 +394,3 @@ def _like(value: torch.Tensor, shape: list[int]) -> torch.Tensor:
     if value.is_floating_point() and len(value.unique()) > 2:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return value.flatten()[:1].expand(math.prod(shape)).reshape(shape).clone()
-
-
-def _value(name: str, model: nn.Module) -> Any:
-    """An argument of forward by its name; None where the name tells nothing."""
-    normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    if re.search(r"return|labels|output_|use_|cache|past_key|kwargs|session|attention_kw", name):
-        return None
-    if re.search(r"grid_thw|grid_hws?$", name):
-        return torch.tensor([[1, 4, 4]] * BATCH)
-    if re.search(r"^(num_|latent_)?frames$|^num_\w+$", name):
-        return 5
-    if re.fullmatch(r"height|width", name):
-        return SIDE
-    if re.search(r"img_shapes", name):
-        return [[(1, 4, 4)]] * BATCH
-    if re.search(r"mask", name):
-        return torch.ones(BATCH, TEXT if "encoder" in name else TOKENS, dtype=torch.long)
-    if re.search(r"_lens?$|lengths?$", name):
-        return torch.full((BATCH,), TEXT)
-    if re.search(r"time|sigma|guidance|fps|ratio|r_t|_scale$|snr", name):
-        return torch.arange(1, BATCH + 1)
-    if re.search(r"_size$|crop|aspect|resolution", name):
-        return torch.full((BATCH, 2), SIDE)
-    if re.search(r"(img|txt|image|text)_ids|pos$|coords", name):
-        return torch.zeros(TEXT if "t" in name[:2] else SIDE, 3)
-    if re.search(r"_ids?$|_ids_|indexes|indices|tokens", name):
-        return torch.arange(BATCH * TEXT).reshape(BATCH, TEXT) % (WORDS // 2)
-    if re.search(r"pooled|image_embeds|proj_emb|class_emb|^state$|projections", name):
-        return normal(BATCH, 32)
-    if re.search(r"cond$|conditioning", name):
-        return normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
-    if re.search(r"encoder|text|txt|caption|context|prompt|query|embeds|past_", name):
-        return normal(BATCH, TEXT, 32)
-    shape = _first_shape(model)
-    if "video" in name and "pixel" in name and len(shape) == 4:
-        return normal([BATCH, 4, *shape[1:]])
-    if re.search(r"hidden|sample|latent|^x$|pixel|image|video|values|features|waveform|inp", name):
-        return normal(shape)
-    return None
-
-
-def _first_shape(model: nn.Module) -> list[int]:
-    """The shape that the first module with weights takes."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            rank = len(module.kernel_size) + 2
-            return [BATCH, module.in_channels, *{3: [1024], 4: [64, 64], 5: [5, 16, 16]}[rank]]
-        if isinstance(module, nn.Linear):
-            return [BATCH, SIDE, module.in_features]
-    return [BATCH, 4, SIDE, SIDE]
