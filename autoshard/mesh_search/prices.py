@@ -12,7 +12,7 @@ from autoshard.building import Planned
 from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import Asked, AxisSizes, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
-from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
+from autoshard.planning import Decisions, Plan, Recomputation, at_dearer_bytes, is_mixture
 from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
@@ -195,6 +195,13 @@ class MeshPrices:
         return MeshPrices(planned, self.n, self.machine, self.asked, self.cuts_made)
 
     @cached_property
+    def at_dearer_bytes(self) -> list[MeshPrices]:
+        """The prices of slower plans of the graph that hold less."""
+        one = self.planned
+        found = at_dearer_bytes(one.serial, self.n, one.request, one.decisions)
+        return list(map(self.following, found))
+
+    @cached_property
     def frontier(self) -> Frontier:
         """Less memory for more time."""
         return self._frontier(self.planned, self.smaller)
@@ -335,10 +342,9 @@ class MeshPrices:
         if held.total <= limit and not regions:
             return free, None
         beside = held.total - free.activations.saved
-        points = self.frontier.points
-        index = self.frontier.cheapest(limit - beside)
-        if not points or (index is None and beside > limit):
-            return free, None  # weights alone are too much
+        if beside > limit or not self.frontier.points:
+            return free, None  # weights alone are too much, or there is no choice
+        points, index = self.frontier.points, self.frontier.cheapest(limit - beside)
         chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
         # regions of the model's own spare bytes too, which the frontier begins without
         spared = max(0, free.activations.saved - chosen.kept)

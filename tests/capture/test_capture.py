@@ -271,13 +271,17 @@ def test_symbolic_batch_and_sequence() -> None:
 
 
 def test_automatic_dynamic_shapes() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        size, y = 2 * x.shape[0], x.sin()
+        torch._dynamo.graph_break()
+        return y * size  # which the first graph returns
+
     recorder = Recorder()
-    model = nn.Linear(8, 8)
-    compiled = torch.compile(model, backend=recorder)
+    compiled = torch.compile(fn, backend=recorder)
     for batch in (2, 3, 5):
         x = torch.randn(batch, 8)
-        assert torch.equal(compiled(x), model(x))
-    assert len(recorder.graphs) == 2
+        assert torch.equal(compiled(x), fn(x))
+    assert len(recorder.graphs) == 4
 
 
 def test_data_dependent_sizes() -> None:

@@ -168,7 +168,7 @@ def test_checkpoint_is_inlined_and_tagged() -> None:
 
 
 def _save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = op is torch.ops.aten.addmm.default
+    saved = op is torch.ops.aten.addmm.default and not ctx.is_recompute
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -190,6 +190,25 @@ def test_selective_checkpoint_policy() -> None:
 
 
 # Higher-order operators
+
+
+@pytest.mark.parametrize(
+    ("operator", "value", "why"),
+    [
+        ("auto_functionalized", (torch.ones(2),), "writes into its operands"),
+        ("while_loop", None, "has no flat fake value"),
+        ("while_loop", {"a": torch.ones(2)}, "has no flat fake value"),
+    ],
+)
+def test_what_cannot_be_an_opaque_node(operator: str, value: Any, why: str) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(2)
+    node = graph.call_function(getattr(torch.ops.higher_order, operator), (x,))
+    node.meta["example_value"] = value
+    graph.output((node,))
+    with pytest.raises(CaptureError, match=f"{operator} cannot be captured: it {why}"):
+        capture(torch.fx.GraphModule(nn.Module(), graph), [torch.ones(2)])
 
 
 class Rounded(torch.autograd.Function):

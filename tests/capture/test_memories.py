@@ -32,6 +32,8 @@ y = torch.zeros(4, 8); y[:, 1] = h[:, 1]; z = y.view(-1); NO_GRAD: z.clamp_(0.1)
 y = h.t().reshape(-1); y.data.mul_(2); return y.sin()
 h.tanh_(); NO_GRAD: y = h.view(-1); return h.sum() + y * p.view(-1)
 y = h.as_strided((4,), (2,)); y.copy_(p[0, :4]); return h.sin().sum() + y.cos()
+y = h[:, 0]; y = y.data; y.mul_(p[:, 0]); return y.as_strided((4,), (2,)).sin()
+y = torch.zeros(4, 8); y.as_strided((4,), (2,)).copy_(p[0, :4]); return y.sin() * h
 y = h.view(-1); y.copy_(x.view(-1)); return y.sin() * p.sum() + self.lin(p).sum()
 """.strip().splitlines()
 

@@ -41,6 +41,37 @@ def test_other_backends_trace_as_torch_does(make: Any) -> None:
     assert torch._dynamo.config.allow_rnn is False
 
 
+class Cast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+def test_autocast_of_the_caller_is_that_of_the_graph() -> None:
+    """Its casts are in the graph: around that, the caller's would cast what a region leaves."""
+    model, x = Cast(4, 4), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="autoshard", options=OPTIONS | {"inner": "eager"})
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+class Enabling(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+def test_a_region_with_gradients_in_a_caller_without() -> None:
+    model, x = Enabling(4, 4), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="autoshard", options=OPTIONS | {"inner": "eager"})
+    with torch.no_grad():
+        found, want = compiled(x), model(x)
+    torch.testing.assert_close(found, want)
+    assert found.requires_grad and want.requires_grad
+
+
 def trained(width: int) -> tuple[nn.Module, Any, weakref.ref[autoshard.Program]]:
     model = nn.Linear(4, width)
     step = torch.compile(model, backend="autoshard", options=OPTIONS)

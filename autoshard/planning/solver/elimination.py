@@ -213,11 +213,12 @@ def minimise(variable: int, bucket: list[Factor], repeated: Repeated) -> tuple[F
 def _least(tables: list[Table]) -> Table:
     """The sum of tables, least over their first axis.
 
-    A wide sum is made for one value of that at a time: what numpy adds keeps the layout of the
-    tables, in which that axis may be the innermost, and a minimum over such a one is slow.
+    A wide sum, which is of two at least as each variable has costs of its own, is made for one
+    value of that at a time: what numpy adds keeps the layout of the tables, in which that axis may
+    be the innermost, and a minimum over such a one is slow.
     """
     size, *rest = np.broadcast_shapes(*(t.shape for t in tables))
-    if len(tables) == 1 or math.prod(rest) < _WIDE:
+    if math.prod(rest) < _WIDE:
         total = tables[0]
         for table in tables[1:]:
             total = total + table

@@ -42,8 +42,10 @@ class Loop(nn.Module):
         total = x.sum()
         for i in torch.ones(EXPERTS).nonzero():
             if self.decays and i[0] == 0:  # before what is read: serial's saved values change too
+                kept = self.weight.data[1:]
                 self.decay(self.weight.data[1:4])
                 self.decay(self.weight.data)
+                total = total + self.expert(x, kept)  # a view from before the writes
             stack = self.weight.view(EXPERTS, INNER, HIDDEN)
             total = total + self.expert(x, stack[i[0]])  # a view of the gathered whole
         total = total + self.expert(x, 0.5 * self.weight)  # a stored tensor
