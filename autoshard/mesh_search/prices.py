@@ -12,7 +12,7 @@ from autoshard.building import Planned
 from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import Asked, AxisSizes, refusal
 from autoshard.mesh_search.stages import GraphStages, PipelinePrice
-from autoshard.planning import Decisions, Plan, Recomputation, at_dearer_bytes, is_mixture
+from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
 from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
@@ -193,13 +193,6 @@ class MeshPrices:
         decisions = replace(decisions, unbudgeted=self.planned.decisions)
         planned = replace(self.planned, decisions=decisions)
         return MeshPrices(planned, self.n, self.machine, self.asked, self.cuts_made)
-
-    @cached_property
-    def at_dearer_bytes(self) -> list[MeshPrices]:
-        """The prices of slower plans of the graph that hold less."""
-        one = self.planned
-        found = at_dearer_bytes(one.serial, self.n, one.request, one.decisions)
-        return list(map(self.following, found))
 
     @cached_property
     def frontier(self) -> Frontier:

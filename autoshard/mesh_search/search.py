@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -37,8 +38,8 @@ from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.mesh_search.deep_graphs import Screened, Shallow, copied, experts_of, shallow
-from autoshard.mesh_search.equal_layers import Layers, Priced, worth_a_plan
+from autoshard.mesh_search.deep_graphs import Shallow, copied, experts_of, shallow
+from autoshard.mesh_search.equal_layers import Priced, worth_a_plan
 from autoshard.mesh_search.factorisations import (
     Asked,
     AxisSizes,
@@ -49,7 +50,7 @@ from autoshard.mesh_search.factorisations import (
     planned_axes,
 )
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
-from autoshard.planning import Decisions, Plan, Prices, fingerprint
+from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
 from autoshard.planning.estimate import Training
@@ -77,7 +78,7 @@ class Placements:
         """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
         was, with the cheapest plan."""
         quickest, best = before.timing.step if before.fits else math.inf, None
-        for made in self.first.at_dearer_bytes:
+        for made in self._at_dearer_bytes:
             if made.row(before.mesh, sys.maxsize).timing.step < quickest:
                 row = made.row(before.mesh)
                 if row.fits and row.timing.step < quickest:
@@ -88,6 +89,12 @@ class Placements:
         taken.planned = best.planned.following(best.planned.decisions).recomputing(None)
         row = taken.row(before.mesh)
         return before if before.fits and row.timing.step > before.timing.step else row
+
+    @cached_property
+    def _at_dearer_bytes(self) -> list[MeshPrices]:
+        one = self.first.planned
+        given = (one.serial, self.first.n, one.request, one.decisions)
+        return list(map(self.first.following, at_dearer_bytes(*given)))
 
     def may_gain(self, before: MeshPrice) -> bool:
         """Whether another plan may be quicker, or fit. With zero="auto" the plan is of the row's
@@ -180,24 +187,20 @@ def search_meshes(
         more = combined(world, machine, experts_of(captured)) if mesh is None else []
         every = [*meshes, *more]
 
-        def searched(options: dict[str, Any], must_fit: bool) -> MeshSearch | None:
+        def searched(options: dict[str, Any]) -> MeshSearch:
             chosen, config = None, Config.from_options(options)
             given = (machine, config, training, batches, progress, global_batch)
             if short is not None:
                 say("comparing meshes by a layer", 2, steps)
                 asked = _asked(*given[:4], len(every), global_batch)
-                chosen = _worth_a_plan(every, short, asked, machine, must_fit)
-                if not chosen:
-                    return None
+                chosen = _worth_a_plan(every, short, asked, machine)
             found = search_captured(captured, inputs, every, *given, chosen)
             return replace(found, options=options)
 
-        found = searched(options, False)
-        assert found is not None
+        found = searched(options)
         for each in otherwise(found):
             with contextlib.suppress(AutoshardError):  # a mesh that does not go with them
-                other = searched(each, True)
-                if other is not None and other.best is not None:
+                if (other := searched(each)).best is not None:
                     return other
         return found
 
@@ -218,27 +221,18 @@ def search_meshes(
 
 
 def _worth_a_plan(
-    meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster, must_fit: bool
+    meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster
 ) -> dict[int, list[AxisSizes]]:
     """The meshes of a deep graph that are best by what its layers cost, by the micro-batch; without
-    pp, every split of the data-parallel ranks. must_fit: those alone that fit by their layers, if
-    with a plan at dearer bytes."""
+    pp, every split of the data-parallel ranks."""
 
     def of(one: Asked) -> tuple[Shallow, Priced]:
         graph, inputs = of_batch(short.graph, short.inputs, one.samples and one.batch)
         few = replace(short, graph=graph, inputs=inputs)
         return few, lambda key, outer: prices_of(graph, inputs, key, machine, one, outer=outer)
 
-    def fits(one: Screened) -> bool:
-        few, priced = of(replace(asked, batch=one.batch))
-        others = [] if one.fits or "pp" in one.mesh else priced(one.plan, None).at_dearer_bytes
-        found = (Layers(each, few).screened(one.mesh) for each in others)
-        return one.fits or any(each is not None and each.fits for each in found)
-
     chosen: dict[int, list[AxisSizes]] = {}
     for one in worth_a_plan(meshes, asked, of):
-        if must_fit and not fits(one):
-            continue
         alike = [m for m in meshes if "pp" not in m and planned_axes(m, asked.config) == one.plan]
         chosen.setdefault(one.batch, []).extend([one.mesh] if "pp" in one.mesh else alike)
     return chosen
