@@ -56,14 +56,15 @@ def drawn(files: Sequence[str], count: int, seed: int) -> list[tuple[str, Change
 
 
 def nearest(name: str, most: int) -> list[str]:
-    """Test files that concern a file of the product: that of its name, those of its mirror folder
-    that import it, others that import it, the rest of its folder, those that import its door."""
+    """Test files that concern a file of the product: that of its name, those of its mirror folder,
+    or of one around that, which import it, others that import it, the rest of these folders, those
+    that import its door."""
     path, module = Path(name), module_of(name)
     mirror = path.parent.relative_to("autoshard") if path.parts[0] == "autoshard" else path.parent
     ranked = []
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         names = {one for _, one in imported_names(ast.parse(file.read_text()))}
-        near = file.parent.relative_to(ROOT / "tests") == mirror
+        near = file.parent.relative_to(ROOT / "tests") in (mirror, *mirror.parents[:-1])
         direct = any(one == module or one.startswith(f"{module}.") for one in names)
         door = any(one.startswith(f"{module.rpartition('.')[0]}.") for one in names)
         order = [file.stem == f"test_{path.stem}", near and direct, direct, near, door]

@@ -276,10 +276,8 @@ def test_automatic_dynamic_shapes() -> None:
         torch._dynamo.graph_break()
         return y * size  # which the first graph returns
 
-    recorder = Recorder()
-    compiled = torch.compile(fn, backend=recorder)
-    for batch in (2, 3, 5):
-        x = torch.randn(batch, 8)
+    compiled = torch.compile(fn, backend=(recorder := Recorder()))
+    for x in map(torch.randn, (2, 3, 5), (8, 8, 8)):
         assert torch.equal(compiled(x), fn(x))
     assert len(recorder.graphs) == 4
 
@@ -333,9 +331,11 @@ def test_constants() -> None:
 
     def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.lin(x) * torch.tensor(0.5) + torch.tensor([1.0, 2.0] * 4)
-        return torch.cat([torch.tensor([]), (y + table).flatten()])
+        return torch.cat([torch.tensor([]), (y + table + torch.tensor([[0.5]])).flatten()])
 
-    check(Fn(fn), [x48()])
+    made = check(Fn(fn), [x48()]).graph
+    for node in made.graph.find_nodes(op="get_attr"):
+        assert node.meta["val"].shape == getattr(made, node.target).shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
