@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autoshard.planning.operators import cached
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import ImplCollective, Strategy
@@ -170,3 +171,17 @@ def test_where_a_view_says_a_size(
     packet = getattr(aten, op)
     node, _ = node_of(getattr(packet, packet.overloads()[0]), args, {})
     assert size_entry(node, dim) == entry
+
+
+def test_keys_are_known_through_heads_that_are_repeated() -> None:
+    def attend(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        few = aten.mul.Tensor(x, 2.0)  # 2 of 4 heads
+        heads = aten.expand.default(aten.unsqueeze.default(few, 2), [1, 2, 2, 5, 8])
+        heads = aten.view.default(aten.clone.default(heads), [1, 4, 5, 8])
+        scores = aten.scaled_dot_product_attention.default(heads, heads, heads)
+        return scores, aten.slice.Tensor(few, 2, 1), aten.mul.Tensor(x, 3.0)
+
+    graph = fx.symbolic_trace(attend).graph
+    scores, part, other = graph.output_node().args[0]
+    assert cached(part) is part.args[0]
+    assert cached(scores) is cached(other) is None
