@@ -30,7 +30,7 @@ LARGEST = 100_000_000
 STEPS, TRIES = 20, 80
 """Repairs of a draft, and what is tried for each."""
 _OPERATIONS = "floating-point operations"
-WORK = 10**11
+WORK = 10**12
 """Floating-point operations of a forward that counts as tiny: a picture of other extents may be
 thousands of words."""
 _OF_INPUTS = re.compile(r"channels|vocab|mel|cross_|text|caption|image|sample|patch")
