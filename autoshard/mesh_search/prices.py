@@ -335,9 +335,10 @@ class MeshPrices:
         if held.total <= limit and not regions:
             return free, None
         beside = held.total - free.activations.saved
-        if beside > limit or not self.frontier.points:
-            return free, None  # weights alone are too much, or there is no choice
-        points, index = self.frontier.points, self.frontier.cheapest(limit - beside)
+        points = self.frontier.points
+        index = self.frontier.cheapest(limit - beside)
+        if not points or (index is None and beside > limit):
+            return free, None  # weights alone are too much
         chosen = self.frontier.recomputation(len(points) - 1 if index is None else index)
         # regions of the model's own spare bytes too, which the frontier begins without
         spared = max(0, free.activations.saved - chosen.kept)
