@@ -271,14 +271,14 @@ def test_symbolic_batch_and_sequence() -> None:
 
 
 def test_automatic_dynamic_shapes() -> None:
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        size, y = 2 * x.shape[0], x.sin()
+    def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
+        size, y = 2 * x.shape[0], self.lin(x).detach()
         torch._dynamo.graph_break()
         return y * size  # which the first graph returns
 
-    compiled = torch.compile(fn, backend=(recorder := Recorder()))
+    compiled = torch.compile(model := Fn(fn), backend=(recorder := Recorder()))
     for x in map(torch.randn, (2, 3, 5), (8, 8, 8)):
-        assert torch.equal(compiled(x), fn(x))
+        assert torch.equal(compiled(x), model(x))
     assert len(recorder.graphs) == 4
 
 

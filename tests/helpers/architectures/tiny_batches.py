@@ -159,7 +159,7 @@ def argument_of(name: str, model: nn.Module) -> Any:
         return normal(BATCH, 3, 8 * SIDE, 8 * SIDE)
     if re.search(r"encoder|text|txt|caption|context|prompt|query|embeds|past_", name):
         return normal(BATCH, TEXT, 32)
-    shape = first_shape(model)
+    shape = _first_shape(model)
     if "video" in name and "pixel" in name and len(shape) == 4:
         return normal([BATCH, 4, *shape[1:]])
     if re.search(r"hidden|sample|latent|^x$|pixel|image|video|values|features|waveform|inp", name):
@@ -167,7 +167,7 @@ def argument_of(name: str, model: nn.Module) -> Any:
     return None
 
 
-def first_shape(model: nn.Module) -> list[int]:
+def _first_shape(model: nn.Module) -> list[int]:
     """The shape that the first module with weights takes."""
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
