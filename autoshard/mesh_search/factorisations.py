@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoshard.config import Config
 from autoshard.errors import ConfigError
 from autoshard.mesh_search.stages import StageOrder
 from autoshard.planning.chunked_loss import Chunking
 from autoshard.planning.cost import Cluster
-from autoshard.planning.estimate import Layout, Training
+from autoshard.planning.estimate import Cuts, Layout, Training
 from autoshard.runtime.mesh import offline_mesh
 
 AxisSizes = dict[str, int]
@@ -117,7 +117,8 @@ def planned_axes(mesh: AxisSizes, config: Config) -> PlanAxes:
 class Asked:
     """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried. losses:
     what is asked of them where all fits, and where it does not. samples: of a global batch, which
-    goes in micro-batches of `batch`; None: ranks do `training.microbatches` of those given."""
+    goes in micro-batches of `batch`; None: ranks do `training.microbatches` of those given. cuts:
+    those made so far, which equal layers share, of whatever plan."""
 
     config: Config
     training: Training
@@ -127,6 +128,7 @@ class Asked:
     losses: tuple[Chunking | None, Chunking | None] = (None, None)
     samples: int | None = None
     batch: int = 1
+    cuts: Cuts = field(default_factory=dict, compare=False)
 
     @property
     def sizes(self) -> list[int]:

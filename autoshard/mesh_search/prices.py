@@ -16,7 +16,6 @@ from autoshard.planning import Decisions, Plan, Recomputation, is_mixture
 from autoshard.planning.chunked_loss import chunks_of
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import (
-    Cuts,
     Footprint,
     Frontier,
     HostUpdate,
@@ -159,15 +158,7 @@ def _axes(row: MeshPrice) -> tuple[int, ...]:
 class MeshPrices:
     """The profile of one planned graph, as it is and with what is computed again."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        n: int,
-        machine: Cluster,
-        asked: Asked,
-        cuts: Cuts | None = None,
-    ) -> None:
-        self.cuts_made: Cuts = {} if cuts is None else cuts
+    def __init__(self, planned: Planned, n: int, machine: Cluster, asked: Asked) -> None:
         self.planned = planned = planned.with_losses(fits=True)
         self.smaller = planned.with_losses(fits=False).decisions  # where not all fits
         self.n, self.machine, self.asked, self.training = n, machine, asked, asked.training
@@ -192,7 +183,7 @@ class MeshPrices:
         """The prices of another plan of the graph."""
         decisions = replace(decisions, unbudgeted=self.planned.decisions)
         planned = replace(self.planned, decisions=decisions)
-        return MeshPrices(planned, self.n, self.machine, self.asked, self.cuts_made)
+        return MeshPrices(planned, self.n, self.machine, self.asked)
 
     @cached_property
     def frontier(self) -> Frontier:
@@ -200,8 +191,8 @@ class MeshPrices:
         return self._frontier(self.planned, self.smaller)
 
     def _frontier(self, planned: Planned, decisions: Decisions) -> Frontier:
-        graph, beside = (planned.serial, decisions), (self.asked.config.host_memory, self.cuts_made)
-        return frontier(*graph, self.n, self.machine, self.training, *beside)
+        graph, host = (planned.serial, decisions), self.asked.config.host_memory
+        return frontier(*graph, self.n, self.machine, self.training, host, self.asked.cuts)
 
     def row(self, mesh: AxisSizes, limit: int | None = None) -> MeshPrice:
         """The price of a mesh without pp. limit: bytes of a rank, in place of those asked for."""
@@ -285,7 +276,7 @@ class MeshPrices:
             planned = replace(planned, decisions=replace(planned.decisions, losses={}))
             free = self._profile(planned.decisions)
             choices = self._frontier(planned, planned.decisions)
-        given = (self.machine, self.training, self.cuts)
+        given = (self.machine, self.training, self.asked.cuts if self.cuts else None)
         return GraphStages(planned, free, choices, *given)
 
     def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:

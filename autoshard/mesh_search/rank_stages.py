@@ -111,11 +111,13 @@ class StageSpan(NamedTuple):
 class StageChoices:
     """The choices of the stages of one planned graph, on a rank of an axis of `n`."""
 
-    def __init__(self, planned: Planned, n: int, machine: Cluster, training: Training) -> None:
-        self.planned, self.given = planned, (n, machine, training)
+    def __init__(
+        self, planned: Planned, n: int, machine: Cluster, training: Training, cuts: Cuts
+    ) -> None:
+        """cuts: as of `Frontier`."""
+        self.planned, self.given, self._cuts = planned, (n, machine, training), cuts
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         self.regions = any("ac_graph_id" in node.meta for node in self.nodes)
-        self._cuts: Cuts = {}
         self._stages: dict[StageSpan, Frontier] = {}
         self._alike: dict[Any, Frontier] = {}
 

@@ -5,17 +5,6 @@ solver, and serves all ways to split the rest of the world into `dp_replicate` x
 follow from the mesh (planning/estimate/mesh.py); with zero="auto", where the plan knows of them,
 each mesh is planned. So is each size of ep, whose meshes are priced where rows travel to experts.
 With pp the plan is that of the mesh of a stage (stages.py).
-
-The plan of a row that is short of memory: what the backend would choose under that budget.
-
-Where the cheapest plan does not fit as it is, placements are planned at dearer bytes
-(planning/search/one_axis.py), each with the least recomputation with which it fits. The cheapest
-plan with its own is one of these candidates, so that no row is predicted slower than with it. What
-a plan needs is estimated here, where the backend counts it.
-
-Rows are tried in the order of what they do if nothing is computed again, until one that was tried
-does more than the next could: of those that are left, which cannot be recommended, only those are
-tried that do not fit.
 """
 
 from __future__ import annotations
@@ -23,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from itertools import count
 from typing import Any
 
 from torch import fx, nn
 
-from autoshard.building import ask, batch_facts
+from autoshard.building import Planned, ask, batch_facts
 from autoshard.capture import capture, intercept, of_batch, of_marked_batch
 from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
@@ -49,93 +35,19 @@ from autoshard.mesh_search.factorisations import (
     combined,
     planned_axes,
 )
+from autoshard.mesh_search.placements import Placements, within_memory
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
-from autoshard.planning import Decisions, Plan, Prices, at_dearer_bytes, fingerprint
+from autoshard.planning import Decisions, Plan, Prices, fingerprint
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster
-from autoshard.planning.estimate import Training
+from autoshard.planning.estimate import Cuts, Training
 from autoshard.runtime import compat
 from autoshard.runtime.mesh import PLANNED, offline_mesh
 from autoshard.runtime.operators import PRODUCTS
 from autoshard.runtime.parameters import casting
 
-_NEARLY = 1.01
-"""Norm weights and biases are less than a hundredth of a model."""
-
-
-class Placements:
-    """The plans of one graph on one size of its axes, by the mesh of a row."""
-
-    def __init__(self, first: MeshPrices) -> None:
-        """first: the cheapest plan, whatever the memory."""
-        self.first = first
-
-    def most(self, mesh: AxisSizes) -> float:
-        """The utilisation of the cheapest plan, if it had all the memory it needs."""
-        return self.first.row(mesh, sys.maxsize).mfu
-
-    def better(self, before: MeshPrice) -> MeshPrice:
-        """The row of a mesh without pp, with the quickest plan that fits; where none does, as it
-        was, with the cheapest plan."""
-        quickest, best = before.timing.step if before.fits else math.inf, None
-        for made in self._at_dearer_bytes:
-            if made.row(before.mesh, sys.maxsize).timing.step < quickest:
-                row = made.row(before.mesh)
-                if row.fits and row.timing.step < quickest:
-                    quickest, best = row.timing.step, made
-        if best is None:
-            return before
-        taken = copy(best)  # with its plan as a file has it
-        taken.planned = best.planned.following(best.planned.decisions).recomputing(None)
-        row = taken.row(before.mesh)
-        return before if before.fits and row.timing.step > before.timing.step else row
-
-    @cached_property
-    def _at_dearer_bytes(self) -> list[MeshPrices]:
-        one = self.first.planned
-        given = (one.serial, self.first.n, one.request, one.decisions)
-        return list(map(self.first.following, at_dearer_bytes(*given)))
-
-    def may_gain(self, before: MeshPrice) -> bool:
-        """Whether another plan may be quicker, or fit. With zero="auto" the plan is of the row's
-        own memory already."""
-        first = self.first
-        if first.n == 1 or not first.cuts or first.asked.config.zero == "auto":
-            return False
-        if before.fits:
-            chosen = before.recomputation
-            return chosen is not None and chosen.seconds > first.frontier.points[0].seconds
-        held, least = before.memory, self._least_states(before.mesh)
-        states = held.parameters + held.gradients + held.optimizer
-        if states <= _NEARLY * least:  # all is split: only activations can be less
-            least = held.total - held.activations
-        return least <= first.asked.limit
-
-    def _least_states(self, mesh: AxisSizes) -> float:
-        """Bytes of parameters and of what trains them, if all ranks shared each."""
-        training, weights = self.first.training, self.first.free.weights
-        total = sum(sum(one.holds(math.prod(one.whole_shape), training)) for one in weights)
-        return total / (self.first.n * self.first.asked.layout(mesh).shard)
-
-
-def within_memory(
-    rows: Sequence[tuple[MeshPrice, Placements]],
-    beside: Sequence[MeshPrice],
-    say: Callable[[str], None],
-) -> list[MeshPrice]:
-    """The rows of a search; those that may be recommended, or do not fit, with the quickest plan
-    that fits. beside: rows that stay as they are. say: told what is tried."""
-    found = {id(row): row for row, _ in rows}
-    every = [*found.values(), *beside]
-    best = max((row.mfu for row in every if row.fits and not row.refused), default=0.0)
-    short = [(plans.most(row.mesh), row, plans) for row, plans in rows if plans.may_gain(row)]
-    for most, row, plans in sorted(short, key=lambda one: -one[0]):
-        if most > best or not row.fits:
-            say("fitting " + " ".join(f"{name}={size}" for name, size in row.mesh.items()))
-            found[id(row)] = plans.better(row)
-            best = max(best, found[id(row)].mfu * found[id(row)].fits)
-    return [*found.values(), *beside]
-
+PlansMade = dict[tuple[int, PlanAxes], tuple[Planned, list[Decisions]]]
+"""By the size of a micro-batch and the axes: the cheapest plan, and those at dearer bytes."""
 
 AXES = (*PLANNED, "ep")
 """The axes of which a mesh has one at most, beside `dp_replicate` and `dp_shard`."""
@@ -185,16 +97,20 @@ def search_meshes(
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         short = shallow(captured, inputs) if mesh is None else None
         more = combined(world, machine, experts_of(captured)) if mesh is None else []
+        cuts, made = Cuts(), PlansMade()
         every = [*meshes, *more]
 
         def searched(options: dict[str, Any]) -> MeshSearch:
             chosen, config = None, Config.from_options(options)
+            # of these a plan whose memory is not bounded knows nothing
+            same = replace(config, chunk_loss=settings.chunk_loss, host_memory=settings.host_memory)
+            plans = made if same == settings and config.zero != "auto" else PlansMade()
             given = (machine, config, training, batches, progress, global_batch)
             if short is not None:
                 say("comparing meshes by a layer", 2, steps)
-                asked = _asked(*given[:4], len(every), global_batch)
+                asked = _asked(*given[:4], len(every), global_batch, cuts)
                 chosen = _worth_a_plan(every, short, asked, machine)
-            found = search_captured(captured, inputs, every, *given, chosen)
+            found = search_captured(captured, inputs, every, *given, chosen, cuts, plans)
             return replace(found, options=options)
 
         found = searched(options)
@@ -261,15 +177,18 @@ def search_captured(
     progress: Callable[[str, int, int], None] | None = None,
     samples: int | None = None,
     chosen: Mapping[int, Sequence[AxisSizes]] | None = None,
+    cuts: Cuts | None = None,
+    plans: PlansMade | None = None,
 ) -> MeshSearch:
     """`search_meshes`, of a serial graph that is captured already; `captured` stays as it is.
 
     inputs: whose parameters may be read in another dtype than they are stored in (`lowered`).
     samples: `global_batch`, where the graph is one of a marked batch. chosen: those of `meshes`
     that are planned, by the size of a micro-batch; None: all, with a larger one while that is
-    quicker.
+    quicker. cuts, plans: those made so far, to which it adds; plans with options that differ in
+    `chunk_loss` and `host_memory` alone.
     """
-    asked = _asked(machine, config, training, batches, len(meshes), samples)
+    asked = _asked(machine, config, training, batches, len(meshes), samples, cuts)
     world = math.prod(meshes[0].values())
     if chosen is not None:
         meshes = [mesh for some in chosen.values() for mesh in some]
@@ -277,7 +196,8 @@ def search_captured(
         meshes = [mesh for mesh in meshes if "ep" not in mesh]
     keys = {_key(mesh): planned_axes(mesh, asked.config) for mesh in meshes}
     rows: dict[object, MeshPrice] = {}
-    plans: dict[object, Placements] = {}
+    placements: dict[object, Placements] = {}
+    made = PlansMade() if plans is None else plans
     steps, numbers, larger = _steps(set(keys.values()), meshes), count(3), list(meshes)
 
     def say(what: str) -> None:
@@ -292,12 +212,13 @@ def search_captured(
         for key in dict.fromkeys(keys[_key(mesh)] for mesh in some):
             say("planning " + " x ".join(f"{name}={n}" for name, n in key))
             try:
-                choices = prices_of(*graph, key, machine, one)
+                known = made.get((size, key))
+                choices = prices_of(*graph, key, machine, one, known=known and known[0])
             except AutoshardError:
                 if len(dict(key)) == 1 or asked.meshes == 1:
                     raise
                 continue  # an option that these axes do not have together
-            placements = Placements(choices)
+            own = Placements(choices, made.setdefault((size, key), (choices.planned, []))[1])
             for mesh in some:
                 # with ep no more than its neighbour where rows do not travel to experts
                 travels = mesh.get("ep", 1) == 1 or choices.free.exchanges
@@ -306,12 +227,12 @@ def search_captured(
                 row = choices.staged(mesh) if "pp" in mesh else choices.row(mesh)
                 if row is None or (at in rows and not row.is_quicker(rows[at])):
                     continue
-                rows[at], plans[at] = row, placements
+                rows[at], placements[at] = row, own
                 larger += [mesh] * row.fits
     if not rows and samples:
         why = f"a global batch of {samples} is no whole number of samples a rank on any mesh"
         raise ConfigError(why, remedy="Give one that is.")
-    tried = [(row, plans[at]) for at, row in rows.items() if not row.pipeline]
+    tried = [(row, placements[at]) for at, row in rows.items() if not row.pipeline]
     found = within_memory(tried, [row for row in rows.values() if row.pipeline], say)
     (progress or _silent)("comparing", steps, steps)
     return MeshSearch.of(found, machine, world)
@@ -324,6 +245,7 @@ def _asked(
     batches: int | None,
     meshes: int,
     samples: int | None = None,
+    cuts: Cuts | None = None,
 ) -> Asked:
     training = training or Training()
     if config.optimizer_states == "host":
@@ -332,7 +254,8 @@ def _asked(
     limit, config = config.memory_budget, replace(config, memory_budget=None)
     losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
     limit = limit or machine.usable_bytes
-    return Asked(config, training, limit, batches, meshes, losses, samples)
+    made = {} if cuts is None else cuts
+    return Asked(config, training, limit, batches, meshes, losses, samples, cuts=made)
 
 
 def prices_of(
@@ -343,10 +266,32 @@ def prices_of(
     asked: Asked,
     prices: Prices | None = None,
     outer: Decisions | None = None,
+    known: Planned | None = None,
 ) -> MeshPrices:
     """The plan of the axes that `planned_axes` says of a mesh, with what prices it. prices: of a
     stored byte, in place of the defaults. outer: the plan of cp of another micro-batch, to follow
-    where tp is planned beside it. Raises PlanError where it is not possible."""
+    where tp is planned beside it. known: the plan, of other losses and another host. Raises
+    PlanError where it is not possible."""
+    planned = known or _planned(captured, inputs, key, machine, asked, prices, outer)
+    first, to_fit = asked.losses
+    request = replace(planned.request, chunking=first, chunking_to_fit=to_fit)
+    request = replace(request, host_memory=asked.config.host_memory)
+    planned = replace(planned, request=request)
+    if known is not None:
+        without_budget, _ = chunking_of(asked.config.chunk_loss, False)
+        planned = planned.following(planned.chunked(without_budget).decisions)
+    return MeshPrices(planned, planned.decisions.prices.n, machine, asked)
+
+
+def _planned(
+    captured: fx.GraphModule,
+    inputs: list[compat.GraphInput],
+    key: PlanAxes,
+    machine: Cluster,
+    asked: Asked,
+    prices: Prices | None,
+    outer: Decisions | None,
+) -> Planned:
     axes, config = dict(key), asked.config
     # beside pp, cp alone is planned as it is beside tp
     stages = {"pp": 2} if axes.get("tp") == 1 and "cp" in axes else {}
@@ -372,10 +317,7 @@ def prices_of(
         of_outer = Plan(first.outer.name, first.outer.size, graphs=graphs)
         plan = Plan(made.request.axis, first.planned.size, outer=of_outer)
         made = replace(made, request=replace(made.request, plan=plan))
-    planned = made.plan().recomputing(None)  # which is a row's own
-    first_asked, to_fit = asked.losses
-    request = replace(planned.request, chunking=first_asked, chunking_to_fit=to_fit)
-    return MeshPrices(replace(planned, request=request), first.planned.size, machine, asked)
+    return made.plan().recomputing(None)  # which is a row's own
 
 
 def _key(mesh: AxisSizes) -> tuple[tuple[str, int], ...]:

@@ -26,6 +26,7 @@ from autoshard.mesh_search.rank_stages import StageChoices, StageSpan, joined, s
 from autoshard.planning import Recomputation, cheap_places, crossing, is_loss, places
 from autoshard.planning.cost import Cluster, Link, Machine
 from autoshard.planning.estimate import (
+    Cuts,
     Footprint,
     Frontier,
     Layout,
@@ -185,9 +186,9 @@ class GraphStages:
         frontier: Frontier,
         machine: Cluster,
         training: Training,
-        cuts: bool = True,
+        cuts: Cuts | None,
     ) -> None:
-        """cuts: whether anything can be computed again."""
+        """cuts: those made so far; None: nothing is computed again."""
         whole = replace(whole, fusing=None)  # nothing is one operator with collectives in a stage
         self.planned, self.whole, self.frontier = planned, whole, frontier
         self.saving = Saving(planned.serial, planned.decisions, whole.n)
@@ -197,7 +198,8 @@ class GraphStages:
         self.nodes: list[fx.Node] = list(planned.serial.graph.nodes)
         outer = planned.outer
         self.ranks = {"cp": 1 if outer is None else outer.axis.size, "tp": whole.n}
-        self.choices = StageChoices(planned, whole.n, machine, training) if cuts else None
+        given = planned, whole.n, machine, training
+        self.choices = None if cuts is None else StageChoices(*given, cuts)
         self._durations: dict[tuple[object, ...], Duration] = {}
         self._scheduled: dict[tuple[int, int, StageOrder, int, Link], Scheduled | None] = {}
 

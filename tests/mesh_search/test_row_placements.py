@@ -13,8 +13,8 @@ import autoshard
 from autoshard.building import one_rank
 from autoshard.cli.arguments import options_and_entries
 from autoshard.mesh_search import search
+from autoshard.mesh_search.placements import within_memory
 from autoshard.mesh_search.prices import MeshPrice
-from autoshard.mesh_search.search import within_memory
 from models_hf import meta_llama
 
 TP = {"tp": 8}

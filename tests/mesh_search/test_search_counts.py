@@ -92,9 +92,9 @@ def test_a_global_batch_goes_in_the_micro_batches_that_are_best(
     planned: list[int] = []
     prices_of = search.prices_of
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         planned.append(args[4].batch)
-        return prices_of(*args)
+        return prices_of(*args, **kwargs)
 
     monkeypatch.setattr(search, "prices_of", counted)
     found = rows(1, None, global_batch=48)
@@ -107,3 +107,35 @@ def test_a_global_batch_goes_in_the_micro_batches_that_are_best(
     (row,) = rows(1, {"dp_shard": 4}, global_batch=64)
     (same,) = rows(row.batch, row.mesh, training=Training(microbatches=row.microbatches))
     assert row.timing == same.timing and row.memory == same.memory and row.mfu == same.mfu
+
+
+def test_other_options_of_memory_plan_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits as it was asked; and find what is found with them at once."""
+    asked: list[int] = []
+    solved: list[int] = []
+
+    def counted(owner: Any, name: str, calls: list[int]) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(1) or function(*a, **k))
+
+    counted(search, "ask", asked)
+    counted(one_axis, "of_a_byte", solved)
+
+    def found(memory: dict[str, int], *others: dict[str, int]) -> Any:
+        torch.compiler.reset()
+        with torch.device("meta"):
+            model, x = Layers(8), torch.zeros(2048, 64)
+        more = [{"memory": other} for other in others]
+        given = {"world": 4, "hardware": "h100", "otherwise": lambda first: more}
+        return search.search_meshes(model, (x,), memory=memory, **given)
+
+    less, more = {"budget": 3_000_000}, {"budget": 3_000_000, "host": 1 << 30}
+    assert found(less).best is None
+    plans, dearer = len(asked), len(solved)
+    alone = found(more)
+    asked.clear()
+    solved.clear()
+    both = found(less, more)
+    assert (len(asked), len(solved)) == (plans, dearer) and plans and dearer
+    assert both.options == {"memory": more} and both.best is not None
+    assert both.rows == alone.rows
