@@ -47,7 +47,7 @@ class _Joins:
         self.weight = list(self.bits)
         self.near: list[set[int]] = [set() for _ in sizes]
         dropped = set(without)
-        self.active = [v for v, size in enumerate(sizes) if size > 1 and v not in dropped]
+        self.active = [v for v in range(len(sizes)) if v not in dropped]
         for scope in scopes:
             self.join([v for v in scope if v not in dropped])
 
@@ -95,9 +95,9 @@ def elimination_order(
     """A greedy order in which to eliminate, and the variables of each table it makes.
 
     The next variable is the one whose elimination makes the smallest table (product of the
-    domains of it and its neighbours; the lower index of equals). Variables of one value and
-    those in `without` take no part. The weights are kept up to date edge by edge, so that a
-    variable with thousands of neighbours costs no more than another.
+    domains of it and its neighbours; the lower index of equals). Those in `without` take no part.
+    The weights are kept up to date edge by edge, so that a variable with thousands of neighbours
+    costs no more than another.
     """
     joins = _Joins(sizes, scopes, without)
     return joins.order(joins.weight.__getitem__, lambda group, _: group)

@@ -244,6 +244,38 @@ def test_order_prefers_small_tables_to_few_neighbours() -> None:
     assert order.index(1) < order.index(0)
 
 
+@pytest.mark.parametrize("by", [elimination_order, fill_order])
+def test_orders_are_those_that_their_definitions_make(by: Any) -> None:
+    """Each time from all that is left: by the table, or by the pairs that it joins and the table;
+    the lower index of equals."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 6, 14).tolist()
+        scopes = [tuple(sorted(rng.choice(14, 3, replace=False).tolist())) for _ in range(9)]
+        without = tuple(rng.choice(14, 2, replace=False).tolist())
+        graph = nx.Graph()
+        graph.add_nodes_from(v for v in range(14) if v not in without)
+        for scope in scopes:
+            graph.add_edges_from(itertools.combinations([v for v in scope if v not in without], 2))
+        order, tables = by(sizes, scopes, without)
+        assert sorted(order) == sorted(graph)
+        for variable, made in zip(order, tables, strict=True):
+            costs = {v: cost_of_order(graph, sizes, v, by is fill_order) for v in graph}
+            assert variable == min(graph, key=lambda v: (costs[v], v)), seed  # noqa: B023
+            near = sorted(graph[variable])
+            assert made == (variable, *near)
+            graph.remove_node(variable)
+            graph.add_edges_from(itertools.combinations(near, 2))
+
+
+def cost_of_order(graph: nx.Graph, sizes: list[int], v: int, fills: bool) -> tuple[int, int]:
+    """What eliminating a variable costs: the pairs that are joined, and the table."""
+    bits = [round(math.log2(size) * elimination.LOG_UNIT) for size in sizes]
+    pairs = itertools.combinations(graph[v], 2)
+    fill = sum(bits[a] + bits[b] for a, b in pairs if not graph.has_edge(a, b))
+    return fill * fills, bits[v] + sum(bits[a] for a in graph[v])
+
+
 def test_a_hub_of_every_layer_adds_one_to_the_width() -> None:
     rng = np.random.default_rng(0)
     graph = FactorGraph()
