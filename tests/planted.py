@@ -6,8 +6,8 @@
 Faults are drawn (`--seed`) from `helpers/planting/changes.py`, planted one after another in copies
 of the repository (`--jobs`), never in the tree itself, and the quick tests that concern the fault
 run until one fails, or until several times what they take: with `--reach` those that reach its line
-first (`helpers/planting/reach.py` says how to make that folder); then those of its file's mirror
-folder and those that import it, the nearest first. A line a fault goes into `--results`, from which
+(`helpers/planting/reach.py` says how to make that folder); else those of its file's mirror folder
+and those that import it, the nearest first. A line a fault goes into `--results`, from which
 an interrupted run goes on. Ends with 1 under `LEAST` caught.
 """
 
@@ -122,12 +122,13 @@ class Copy:
 def groups(
     copy: Copy, name: str, line: int, reach: Path | None, most: int, seconds: float
 ) -> Iterator[list[str]]:
-    """The quick tests that concern a line, group after group: those that reach it in their own
-    process, together; then the nearest files, whose processes may."""
+    """The quick tests that concern a line, group after group: those that reach it, together; or,
+    where none is known to, the nearest files."""
     near = nearest(name, len(name))
     found = quickest(reaching(reach, name, line), near, seconds) if reach else []
     if found:
         yield found
+        return
     for file in near[:most]:
         if copy.sound(file, 60 + seconds * 4):
             yield [file]
