@@ -48,11 +48,13 @@ def test_the_tests_that_reach_a_line_are_found_and_the_quickest_of_the_nearest_f
     ]
     (tmp_path / "1.jsonl").write_text("\n".join(lines[:2]))
     (tmp_path / "2.jsonl").write_text("\n".join(lines[2:]))
-    assert reaching(tmp_path, "runtime/sums.py", 1) == [("a::y", 1.0)]
+    assert [one[:2] for one in reaching(tmp_path, "runtime/sums.py", 1)] == [("a::y", 1.0)]
     assert reaching(tmp_path, "runtime/other.py", 1) == []
     found = reaching(tmp_path, "runtime/sums.py", 2)
-    assert quickest(found, ["b", "a"], 20.0) == ["b::z", "a::y", "b::w", "a::x"]
-    assert quickest(found, [], 6.5) == ["a::y", "b::z", "a::x"]
+    assert [(one.test, one.rare) for one in found[:2]] == [("a::x", 0.25), ("a::y", 1.25)]
+    assert quickest(found, ["b", "a"], 32.0) == ["a::y", "b::z", "a::x", "b::w"], "the rare first"
+    assert quickest(found, ["b", "a"], 11.0) == ["a::y", "b::z", "a::x"]
+    assert quickest(found, [], 4.5) == ["a::y", "a::x"]
 
 
 def test_those_that_no_test_sees_are_told(

@@ -5,7 +5,7 @@
 Python 3.12 or newer writes: its `sys.monitoring` tells a line once a test and then is silent, at a
 tenth of the suite's time. A line of JSON a test that passed goes into a file of each process in the
 folder REACH: its name, its seconds, and for each file of the product the reached lines, as the bits
-of a number. What a test's other processes reach is not among them.
+of a number. What the ranks of a pool reach is among them; what a test starts itself is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,13 +26,29 @@ ROOT = Path(__file__).parents[3]
 _FOLDERS = tuple(f"{ROOT / name}/" for name in ("autoshard", "passes", "runtime"))
 
 
-def reaching(folder: Path, name: str, line: int) -> list[tuple[str, float]]:
-    """Tests that reach a line of a file of the product, and their seconds."""
-    return [
-        (one["test"], one["seconds"])
-        for one in _read(folder)
-        if int(one["files"].get(name, "0"), 16) >> line & 1
-    ]
+_AROUND = 12
+"""Lines before and after one that tests may know it by."""
+
+
+class Reaching(NamedTuple):
+    """A test that reaches a line; rare: how few others reach the lines around it that it does."""
+
+    test: str
+    seconds: float
+    rare: float
+
+
+def reaching(folder: Path, name: str, line: int) -> list[Reaching]:
+    """Tests that reach a line of a file of the product."""
+    first = max(1, line - _AROUND)
+    each = [(one, int(one["files"].get(name, "0"), 16)) for one in _read(folder)]
+    found = [(one, bits >> first) for one, bits in each if bits >> line & 1]
+    often = [sum(bits >> i & 1 for _, bits in found) for i in range(line + _AROUND - first + 1)]
+
+    def rare(bits: int) -> float:
+        return sum(1 / times for i, times in enumerate(often) if bits >> i & 1)
+
+    return [Reaching(one["test"], one["seconds"], rare(bits)) for one, bits in found]
 
 
 @functools.cache
@@ -41,13 +57,12 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def quickest(
-    tests: Sequence[tuple[str, float]], nearest: Sequence[str], seconds: float
-) -> list[str]:
-    """Of the tests, those that take so many seconds in all: of each file its quickest first, one
-    after another, and the files in the order of `nearest`, then the quickest."""
+def quickest(tests: Sequence[Reaching], nearest: Sequence[str], seconds: float) -> list[str]:
+    """Of the tests, those that take so many seconds in all. Of half of them the rarest first: what
+    most tests reach most of them do not look at. Then of each file its quickest, one after another,
+    and the files in the order of `nearest`, then the quickest."""
     files: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for test, taken in tests:
+    for test, taken, _ in tests:
         files[test.partition("::")[0]].append((taken, test))
     order = {name: place for place, name in enumerate(nearest)}
     ranked = [
@@ -55,12 +70,16 @@ def quickest(
         for name, each in files.items()
         for turn, (taken, test) in enumerate(sorted(each))
     ]
-    chosen, left = [], seconds
-    for *_, taken, test in sorted(ranked):
-        if taken <= left:
-            chosen.append(test)
+    rarest = sorted(tests, key=lambda one: (-one.rare, one.seconds))
+    chosen, left = dict[str, None](), seconds
+    for least, (taken, test) in (
+        *((seconds / 2, (one.seconds, one.test)) for one in rarest),
+        *((0.0, (taken, test)) for *_, taken, test in sorted(ranked)),
+    ):
+        if test not in chosen and least + taken <= left:
+            chosen[test] = None
             left -= taken
-    return chosen
+    return list(chosen)
 
 
 class Reach:
@@ -95,6 +114,40 @@ class Reach:
         return found
 
 
+_OWNER = "REACH_OWNER"
+"""In the environment of a pool's ranks: the process of the test."""
+
+
+class RankReach:
+    """Listens in a rank of a pool, and leaves what a call reached to the process of the test."""
+
+    def __init__(self) -> None:
+        self._reach = Reach()
+        self._file = Path(os.environ["REACH"]) / f"{os.environ[_OWNER]}-{os.getpid()}.rank"
+
+    def leave(self) -> None:
+        """Write what was reached since the last call."""
+        with self._file.open("a") as file:
+            file.write(json.dumps(self._reach.taken()) + "\n")
+
+
+def _of_ranks(folder: Path) -> dict[str, int]:
+    """What the ranks left since the last call."""
+    found: dict[str, int] = defaultdict(int)
+    for file in folder.glob(f"{os.getpid()}-*.rank"):
+        for line in file.read_text().splitlines():
+            for name, bits in json.loads(line).items():
+                found[name] |= int(bits, 16)
+        file.unlink()
+    return found
+
+
+def _folder() -> Path:
+    folder = Path(os.environ["REACH"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 _reach: Reach | None = None
 
 
@@ -109,6 +162,8 @@ def pytest_runtest_setup() -> None:
     global _reach
     if _reach is None:
         _reach = Reach()
+        os.environ[_OWNER] = str(os.getpid())
+    _of_ranks(_folder())
     _reach.taken()
 
 
@@ -116,10 +171,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for each test that passed."""
     if report.when != "call" or _reach is None:
         return
-    files = _reach.taken()
+    files, folder = _reach.taken(), _folder()
+    for name, bits in _of_ranks(folder).items():
+        files[name] = hex(bits | int(files.get(name, "0"), 16))
     if report.passed:
         line = {"test": report.nodeid, "seconds": round(report.duration, 3), "files": files}
-        folder = Path(os.environ["REACH"])
-        folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

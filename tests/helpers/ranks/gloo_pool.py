@@ -157,12 +157,20 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -
     import torch
 
     torch.set_num_threads(1)
+    reach = None
+    if "REACH" in os.environ:  # planting/reach.py
+        from planting.reach import RankReach
+
+        reach = RankReach()
     while True:
         try:
             call = pipe.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             return
-        pipe.send_bytes(_answer(call))
+        answer = _answer(call)
+        if reach is not None:
+            reach.leave()
+        pipe.send_bytes(answer)
 
 
 def _answer(call: bytes) -> bytes:
