@@ -82,7 +82,7 @@ def every_part(x: torch.Tensor, y: torch.Tensor, cell: torch.Tensor) -> list[tor
     ]
     losses = [F.kl_div(x, y, reduction="batchmean"), F.poisson_nll_loss(x, y.exp())]
     losses.append(F.margin_ranking_loss(x, y, y.sign()))
-    taken = torch.take_along_dim(x, y.argsort(-1), -1)
+    taken = torch.take_along_dim(x, y.sort(-1).indices, -1)
     cells = [torch.gru_cell(x, y, gates, gates), torch.rnn_tanh_cell(x, y, cell, cell)]
     return [*joins, *names, *where, *views, *sums, *products, *losses, taken, *cells]
 
