@@ -66,6 +66,7 @@ def run(
 ) -> dict[str, Any]:
     """A step of `accumulated` backwards, all but the last in `no_sync`, and an evaluation."""
     import autoshard
+    from autoshard.building.pipeline import entry
     from autoshard.config import Precision
     from autoshard.runtime.collectives import P
     from autoshard.runtime.mesh import data_coordinate, init_mesh
@@ -91,6 +92,13 @@ def run(
 
         return noted
 
+    compared: set[str] = set()
+
+    def region(*args: Any, **kwargs: Any) -> Any:
+        compared.update(*kwargs.get("moved", {}).values())
+        return made(*args, **kwargs)
+
+    made = entry.CollectiveRegion
     wants: list[Any] = [torch.zeros(p.shape) for p in before.parameters()]
     loss, gathered = 0.0, stage_unsharding.all_gather
     with contextlib.ExitStack() as stack:
@@ -98,6 +106,7 @@ def run(
             (stage_unsharding, "all_gather", noting("gather", gathered)),
             (data_unsharding, "convert", noting("reduce", data_unsharding.convert)),
             (GroupChannel, "send", noting("send", GroupChannel.send, 2)),
+            (entry, "CollectiveRegion", region),
         ):
             stack.enter_context(mock.patch.object(owner, name, wrapped))
         stack.enter_context(torch.autocast("cpu", dtype=B16, enabled=autocast))
@@ -127,6 +136,7 @@ def run(
         "where": gradients,
         "eager": difference(whole(model.embed.weight.detach()), before.embed.weight),
         "moved": moved,
+        "compared": compared,
     }
 
 
@@ -151,6 +161,9 @@ def test_against_a_serial_model_that_casts_alike(gloo2: Any, gloo4: Any, sizes: 
         assert result["moved"]["gather"] == ({B16} if len(sizes) == 2 else set())
         assert result["moved"]["reduce"] == ({F32} if len(sizes) == 2 else set())
         assert B16 in result["moved"]["send"]  # hidden states, what is lent
+    trained = {name for name, p in Tied().named_parameters() if p.requires_grad}
+    compared = set().union(*(result["compared"] for result in results))
+    assert compared == (trained if len(sizes) == 2 else set()), "the ranks compare what they reduce"
     borrows = results[-1]["moved"]["send"]
     assert F32 in borrows  # the sum of the gradients of what it was lent
 

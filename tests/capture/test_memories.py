@@ -105,3 +105,9 @@ def test_drawn_programs() -> None:
         except Exception as error:
             if "as_strided() is non-compositional" not in str(error):  # torch's own refusal
                 raise AssertionError("\n".join(lines)) from error
+
+
+def test_fewer_rows_are_written_to_a_symbolic_number_of_them() -> None:
+    program = function(["y = x * 2", "y.copy_(h[:1])", "return y.sin() * p.sum()"])
+    recorder = check(Fn(program), [torch.randn(5, 8), x48()], dynamic=True)
+    assert "aten.expand_as.default" in recorder.targets()

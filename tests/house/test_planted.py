@@ -11,7 +11,7 @@ import pytest
 
 import planted
 from planting.changes import changes
-from planting.reach import quickest, reaching
+from planting.reach import Reaching, quickest, reaching
 
 SOURCE = '''"""A module with 2 < 3 in its text."""
 
@@ -51,10 +51,10 @@ def test_the_tests_that_reach_a_line_are_found_and_the_quickest_of_the_nearest_f
     assert [one[:2] for one in reaching(tmp_path, "runtime/sums.py", 1)] == [("a::y", 1.0)]
     assert reaching(tmp_path, "runtime/other.py", 1) == []
     found = reaching(tmp_path, "runtime/sums.py", 2)
-    assert [(one.test, one.rare) for one in found[:2]] == [("a::x", 0.25), ("a::y", 1.25)]
-    assert quickest(found, ["b", "a"], 32.0) == ["a::y", "b::z", "a::x", "b::w"], "the rare first"
-    assert quickest(found, ["b", "a"], 11.0) == ["a::y", "b::z", "a::x"]
+    assert quickest(found, ["b", "a"], 32.0) == ["a::y", "b::z", "a::x", "b::w"]
     assert quickest(found, [], 4.5) == ["a::y", "b::z"]
+    wide = [*found, Reaching("c::v", 5.0, 0b11100)]
+    assert quickest(wide, [], 12.5) == ["a::y", "c::v", "b::z", "a::x"], "what is reached besides"
 
 
 def test_those_that_no_test_sees_are_told(

@@ -26,29 +26,18 @@ ROOT = Path(__file__).parents[3]
 _FOLDERS = tuple(f"{ROOT / name}/" for name in ("autoshard", "passes", "runtime"))
 
 
-_AROUND = 12
-"""Lines before and after one that tests may know it by."""
-
-
 class Reaching(NamedTuple):
-    """A test that reaches a line; rare: how few others reach the lines around it that it does."""
+    """A test that reaches a line; lines: those of the file that it reaches, as bits."""
 
     test: str
     seconds: float
-    rare: float
+    lines: int
 
 
 def reaching(folder: Path, name: str, line: int) -> list[Reaching]:
     """Tests that reach a line of a file of the product."""
-    first = max(1, line - _AROUND)
-    each = [(one, int(one["files"].get(name, "0"), 16)) for one in _read(folder)]
-    found = [(one, bits >> first) for one, bits in each if bits >> line & 1]
-    often = [sum(bits >> i & 1 for _, bits in found) for i in range(line + _AROUND - first + 1)]
-
-    def rare(bits: int) -> float:
-        return sum(1 / times for i, times in enumerate(often) if bits >> i & 1)
-
-    return [Reaching(one["test"], one["seconds"], rare(bits)) for one, bits in found]
+    each = ((one, int(one["files"].get(name, "0"), 16)) for one in _read(folder))
+    return [Reaching(one["test"], one["seconds"], bits) for one, bits in each if bits >> line & 1]
 
 
 @functools.cache
@@ -58,28 +47,38 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 def quickest(tests: Sequence[Reaching], nearest: Sequence[str], seconds: float) -> list[str]:
-    """Of the tests, those that take so many seconds in all. Of half of them the rarest first: what
-    most tests reach most of them do not look at. Then of each file its quickest, one after another,
-    and the files in the order of `nearest`, then the quickest."""
+    """Of the tests, those that take so many seconds in all. For half of them, those that together
+    reach most of the file, as what all tests reach few look at. Then of each file its quickest, of
+    the second of `nearest` half as many as of the first, and so on."""
+    chosen = dict[str, None]()
+    reached, left, some = 0, seconds, list(tests)
+
+    def worth(one: Reaching) -> float:
+        return (one.lines & ~reached).bit_count() / (one.seconds + _STARTS)
+
+    while some := [one for one in some if one.seconds <= left - seconds / 2 and worth(one)]:
+        best = max(some, key=worth)
+        chosen[best.test] = None
+        reached, left = reached | best.lines, left - best.seconds
     files: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for test, taken, _ in tests:
-        files[test.partition("::")[0]].append((taken, test))
+        if test not in chosen:
+            files[test.partition("::")[0]].append((taken, test))
     order = {name: place for place, name in enumerate(nearest)}
     ranked = [
-        (turn, order.get(name, len(order)), taken, test)
+        ((turn + 1) * (order.get(name, len(order)) + 1), taken, test)
         for name, each in files.items()
         for turn, (taken, test) in enumerate(sorted(each))
     ]
-    rarest = sorted(tests, key=lambda one: (-one.rare, one.seconds))
-    chosen, left = dict[str, None](), seconds
-    for least, (taken, test) in (
-        *((seconds / 2, (one.seconds, one.test)) for one in rarest),
-        *((0.0, (taken, test)) for *_, taken, test in sorted(ranked)),
-    ):
-        if test not in chosen and least + taken <= left:
+    for *_, taken, test in sorted(ranked):
+        if taken <= left:
             chosen[test] = None
             left -= taken
     return list(chosen)
+
+
+_STARTS = 0.1
+"""Seconds that any test takes beside its own."""
 
 
 class Reach:
