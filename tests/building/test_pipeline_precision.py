@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.building.pipeline import entry
 from autoshard.verification.comparison import furthest
 from joined_batch import Sizes
 from side_by_side import difference, whole
@@ -66,7 +68,6 @@ def run(
 ) -> dict[str, Any]:
     """A step of `accumulated` backwards, all but the last in `no_sync`, and an evaluation."""
     import autoshard
-    from autoshard.building.pipeline import entry
     from autoshard.config import Precision
     from autoshard.runtime.collectives import P
     from autoshard.runtime.mesh import data_coordinate, init_mesh
@@ -198,6 +199,34 @@ def test_other_schedules_and_axes(
 ) -> None:
     pool = gloo4 if len(sizes) == 2 else gloo2
     check(pool(run, sizes, options, accumulated), tolerance)
+
+
+@pytest.mark.parametrize(("options", "width"), [({}, 4), ({"precision": MIXED}, 2)])
+def test_buckets_are_of_the_bytes_that_travel(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], width: int
+) -> None:
+    """And what a pipeline is cut into stands in torch's structured trace."""
+    found: list[list[int]] = []
+    traced: dict[str, str] = {}
+
+    def noted(sizes: list[int], *args: Any, **kwargs: Any) -> Any:
+        found.append(sizes)
+        return filled(sizes, *args, **kwargs)
+
+    filled = entry.fill_buckets
+    monkeypatch.setattr(entry, "fill_buckets", noted)
+    monkeypatch.setattr(entry, "artifact", lambda name, text: traced.update({name: text()}))
+    torch.compiler.reset()
+    dist.init_process_group("fake", rank=0, world_size=4)
+    given = {"mesh": {"pp": 2, "dp_shard": 2}, "inner": "eager", "timeout": 20, **options}
+    compiled: Any = torch.compile(
+        Tied(), backend="autoshard", options={**given, "pipeline": {"microbatches": PARTS}}
+    )
+    compiled(batch(0, ROWS))
+    dist.destroy_process_group()
+    layer = [129 * 32, 129, 32 * 129, 32, 32]
+    assert sorted(found[0]) == sorted(width * size for size in [24 * 32, 32, *layer, *layer])
+    assert "2 stages" in traced["autoshard_pipeline"]
 
 
 def test_autocast_around_the_call(gloo2: Any) -> None:

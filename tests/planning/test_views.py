@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.planning.operators import cached
+from autoshard.planning.operators import cached, unflattened
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import ImplCollective, Strategy
@@ -185,3 +185,31 @@ def test_keys_are_known_through_heads_that_are_repeated() -> None:
     scores, part, other = graph.output_node().args[0]
     assert cached(part) is part.args[0]
     assert cached(scores) is cached(other) is None
+
+
+def test_what_other_operators_read_second_is_no_key() -> None:
+    def add(x: torch.Tensor, y: torch.Tensor) -> Any:
+        summed = aten.mul.Tensor(x, 2.0)
+        return aten.add.Tensor(y, summed), aten.slice.Tensor(summed, 0, 1)
+
+    _, part = fx.symbolic_trace(add).graph.output_node().args[0]
+    assert cached(part) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dims", "is_it"),
+    [
+        ((2, 3, 4), (6, 4), 3, True),
+        ((2, 3, 4), (2, 12), 3, False),
+        ((2, 3, 4), (6, 4), 2, False),
+        ((2, 12), (6, 4), 3, False),
+        ((2, 3, 4), (2, 3, 4), 3, False),
+    ],
+)
+def test_the_first_two_dims_as_one(
+    before: tuple[int, ...], after: tuple[int, ...], dims: int, is_it: bool
+) -> None:
+    gm = make_fx(lambda x: aten.reshape.default(x, after), pre_dispatch=True)(torch.ones(before))
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.reshape.default)
+    assert unflattened(node, dims) is (node.args[0] if is_it else None)
+    assert unflattened(node.args[0], len(before) + 1) is None
