@@ -179,11 +179,12 @@ def test_keys_are_known_through_heads_that_are_repeated() -> None:
         heads = aten.expand.default(aten.unsqueeze.default(few, 2), [1, 2, 2, 5, 8])
         heads = aten.view.default(aten.clone.default(heads), [1, 4, 5, 8])
         scores = aten.scaled_dot_product_attention.default(heads, heads, heads)
-        return scores, aten.slice.Tensor(few, 2, 1), aten.mul.Tensor(x, 3.0)
+        part, same = aten.slice.Tensor(few, 2, 1), aten.clone.default(few)
+        return scores, part, same, aten.mul.Tensor(few, 3.0)
 
     graph = fx.symbolic_trace(attend).graph
-    scores, part, other = graph.output_node().args[0]
-    assert cached(part) is part.args[0]
+    scores, part, same, other = graph.output_node().args[0]
+    assert cached(part) is cached(same) is part.args[0]
     assert cached(scores) is cached(other) is None
 
 
