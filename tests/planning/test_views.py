@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.planning.operators import cached, unflattened
+from autoshard.planning.operators import cached, is_handed_on, unflattened
 from autoshard.planning.rules.registry import strategies
 from autoshard.planning.rules.views import size_entry
 from autoshard.planning.strategy import ImplCollective, Strategy
@@ -180,12 +180,13 @@ def test_keys_are_known_through_heads_that_are_repeated() -> None:
         heads = aten.view.default(aten.clone.default(heads), [1, 4, 5, 8])
         scores = aten.scaled_dot_product_attention.default(heads, heads, heads)
         part, same = aten.slice.Tensor(few, 2, 1), aten.clone.default(few)
-        return scores, part, same, aten.mul.Tensor(few, 3.0)
+        return scores, part, same, aten.slice.Tensor(aten.mul.Tensor(few, 3.0), 2, 1)
 
     graph = fx.symbolic_trace(attend).graph
     scores, part, same, other = graph.output_node().args[0]
     assert cached(part) is cached(same) is part.args[0]
     assert cached(scores) is cached(other) is None
+    assert list(map(is_handed_on, (part, same, scores, other))) == [True, True, False, False]
 
 
 def test_what_other_operators_read_second_is_no_key() -> None:
