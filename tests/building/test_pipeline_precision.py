@@ -205,8 +205,9 @@ def test_other_schedules_and_axes(
 def test_buckets_are_of_the_bytes_that_travel(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], width: int
 ) -> None:
-    """And what a pipeline is cut into stands in torch's structured trace."""
+    """And what a pipeline is cut into stands in torch's structured trace; what trains is fitted."""
     found: list[list[int]] = []
+    fitted: list[list[int]] = []
     traced: dict[str, str] = {}
 
     def noted(sizes: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +216,7 @@ def test_buckets_are_of_the_bytes_that_travel(
 
     filled = entry.fill_buckets
     monkeypatch.setattr(entry, "fill_buckets", noted)
+    monkeypatch.setattr(entry, "fit_stages", lambda _, ranks, config: fitted.append(ranks))
     monkeypatch.setattr(entry, "artifact", lambda name, text: traced.update({name: text()}))
     torch.compiler.reset()
     dist.init_process_group("fake", rank=0, world_size=4)
@@ -223,9 +225,12 @@ def test_buckets_are_of_the_bytes_that_travel(
         Tied(), backend="autoshard", options={**given, "pipeline": {"microbatches": PARTS}}
     )
     compiled(batch(0, ROWS))
+    with torch.no_grad():
+        compiled(batch(0, ROWS))
     dist.destroy_process_group()
     layer = [129 * 32, 129, 32 * 129, 32, 32]
     assert sorted(found[0]) == sorted(width * size for size in [24 * 32, 32, *layer, *layer])
+    assert fitted == [[0]] and len(found) == 2
     assert "2 stages" in traced["autoshard_pipeline"]
 
 

@@ -196,6 +196,15 @@ def test_which_calls_are_checked(gloo2: Any) -> None:
     assert gloo2(never, [[[4, 1]], [[4, 2]]]) == [("", "nothing was raised")] * 2
 
 
+def staged(steps: list[list[list[int]]]) -> tuple[str, str]:
+    return batches(steps, mesh={"pp": 2}, inner="eager", pipeline={"microbatches": 2})
+
+
+def test_stages_compare_their_batches(gloo2: Any) -> None:
+    for kind, text in both(gloo2, staged, [[[4, 1]], [[4, 2]]]):
+        assert kind == "BatchMismatchError" and "axis pp disagree on the batch" in text, text
+
+
 def always(steps: list[list[list[int]]]) -> tuple[str, str]:
     return batches(steps, same_inputs={"batches": "always"})
 
