@@ -24,6 +24,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 _FOLDERS = tuple(f"{ROOT / name}/" for name in ("autoshard", "passes", "runtime"))
+_STARTS = 0.1
+"""Seconds that any test takes beside its own."""
 
 
 class Reaching(NamedTuple):
@@ -75,10 +77,6 @@ def quickest(tests: Sequence[Reaching], nearest: Sequence[str], seconds: float) 
             chosen[test] = None
             left -= taken
     return list(chosen)
-
-
-_STARTS = 0.1
-"""Seconds that any test takes beside its own."""
 
 
 class Reach:
