@@ -58,6 +58,16 @@ def _fresh_torch() -> None:
         sys.modules["torch"].compiler.reset()
 
 
+@pytest.fixture
+def world_of_four() -> Iterator[None]:
+    """This process is the first of four that do not exist."""
+    import torch.distributed as dist
+
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
 def _pool(size: int) -> Iterator[GlooPool]:
     pool = GlooPool(size)
     yield pool

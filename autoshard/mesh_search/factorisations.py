@@ -117,8 +117,8 @@ def planned_axes(mesh: AxisSizes, config: Config) -> PlanAxes:
 class Asked:
     """What is the same for all rows. limit: bytes of a rank. meshes: how many are tried. losses:
     what is asked of them where all fits, and where it does not. samples: of a global batch, which
-    goes in micro-batches of `batch`; None: ranks do `training.microbatches` of those given. cuts:
-    those made so far, which equal layers share, of whatever plan."""
+    goes in micro-batches of `batch`; None: ranks do `training.microbatches` of those given.
+    cuts_made: so far, which equal layers share, of whatever plan."""
 
     config: Config
     training: Training
@@ -128,7 +128,7 @@ class Asked:
     losses: tuple[Chunking | None, Chunking | None] = (None, None)
     samples: int | None = None
     batch: int = 1
-    cuts: Cuts = field(default_factory=dict, compare=False)
+    cuts_made: Cuts = field(default_factory=dict, compare=False)
 
     @property
     def sizes(self) -> list[int]:

@@ -192,7 +192,7 @@ class MeshPrices:
 
     def _frontier(self, planned: Planned, decisions: Decisions) -> Frontier:
         graph, host = (planned.serial, decisions), self.asked.config.host_memory
-        return frontier(*graph, self.n, self.machine, self.training, host, self.asked.cuts)
+        return frontier(*graph, self.n, self.machine, self.training, host, self.asked.cuts_made)
 
     def row(self, mesh: AxisSizes, limit: int | None = None) -> MeshPrice:
         """The price of a mesh without pp. limit: bytes of a rank, in place of those asked for."""
@@ -276,7 +276,7 @@ class MeshPrices:
             planned = replace(planned, decisions=replace(planned.decisions, losses={}))
             free = self._profile(planned.decisions)
             choices = self._frontier(planned, planned.decisions)
-        given = (self.machine, self.training, self.asked.cuts if self.cuts else None)
+        given = (self.machine, self.training, self.asked.cuts_made if self.cuts else None)
         return GraphStages(planned, free, choices, *given)
 
     def _unfit(self, held: Footprint, limit: int, layout: Layout, one: Profile) -> str:

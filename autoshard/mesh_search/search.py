@@ -255,7 +255,7 @@ def _asked(
     losses = chunking_of(config.chunk_loss, limit is not None or machine.device.kind != "cpu")
     limit = limit or machine.usable_bytes
     made = {} if cuts is None else cuts
-    return Asked(config, training, limit, batches, meshes, losses, samples, cuts=made)
+    return Asked(config, training, limit, batches, meshes, losses, samples, cuts_made=made)
 
 
 def prices_of(

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -203,7 +202,7 @@ def test_other_schedules_and_axes(
 
 @pytest.mark.parametrize(("options", "width"), [({}, 4), ({"precision": MIXED}, 2)])
 def test_buckets_are_of_the_bytes_that_travel(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], width: int
+    monkeypatch: pytest.MonkeyPatch, world_of_four: None, options: dict[str, Any], width: int
 ) -> None:
     """And what a pipeline is cut into stands in torch's structured trace; what trains is fitted."""
     found: list[list[int]] = []
@@ -218,8 +217,6 @@ def test_buckets_are_of_the_bytes_that_travel(
     monkeypatch.setattr(entry, "fill_buckets", noted)
     monkeypatch.setattr(entry, "fit_stages", lambda _, ranks, config: fitted.append(ranks))
     monkeypatch.setattr(entry, "artifact", lambda name, text: traced.update({name: text()}))
-    torch.compiler.reset()
-    dist.init_process_group("fake", rank=0, world_size=4)
     given = {"mesh": {"pp": 2, "dp_shard": 2}, "inner": "eager", "timeout": 20, **options}
     compiled: Any = torch.compile(
         Tied(), backend="autoshard", options={**given, "pipeline": {"microbatches": PARTS}}
@@ -227,7 +224,6 @@ def test_buckets_are_of_the_bytes_that_travel(
     compiled(batch(0, ROWS))
     with torch.no_grad():
         compiled(batch(0, ROWS))
-    dist.destroy_process_group()
     layer = [129 * 32, 129, 32 * 129, 32, 32]
     assert sorted(found[0]) == sorted(width * size for size in [24 * 32, 32, *layer, *layer])
     assert fitted == [[0]] and len(found) == 2

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.cli.arguments import options_and_entries
@@ -95,13 +94,6 @@ def test_config_error_is_a_value_error_and_ours() -> None:
 
 def test_data_parallel_axes() -> None:
     Config(mesh={"dp_replicate": 1, "dp_shard": 4, "tp": 2}, zero=2)
-
-
-@pytest.fixture
-def world_of_four() -> Any:
-    dist.init_process_group("fake", rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
 
 
 def test_device_mesh(world_of_four: None) -> None:

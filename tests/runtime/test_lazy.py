@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx
 
@@ -310,16 +309,13 @@ def test_wrap_outputs_leaves_the_rest_alone() -> None:
     assert [isinstance(x, LazyGather) for x in got] == [False, True, False, True, False]
 
 
-def test_an_output_that_only_the_outer_axis_splits_is_lazy() -> None:
-    torch.compiler.reset()
-    dist.init_process_group("fake", rank=0, world_size=4)
+def test_an_output_that_only_the_outer_axis_splits_is_lazy(world_of_four: None) -> None:
     up, down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
     model = torch.nn.Sequential(up, torch.nn.ReLU(), down)
     options = {"mesh": {"cp": 2, "tp": 2}, "inner": "aot_eager", "timeout": 20}
     out = torch.compile(model, backend="autoshard", options=options)(torch.ones(2, 6, 8))
     assert isinstance(out, LazyGather) and out.shape == (2, 6, 8)
     assert out._local.shape == (2, 3, 8)
-    dist.destroy_process_group()
 
 
 def column_backend(
