@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoshard.errors import AutoshardError
+from autoshard.runtime.lazy_gather import LazyGather
 from autoshard.verification.comparison import furthest
 from models import CASES
 from models_plain import MLP, Regression, vectors
@@ -236,6 +238,35 @@ def test_a_world_of_one_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = single("eager")
     assert result["equal"] and result["classes"], result
     assert result["kinds"] == ["Parameter"] and not result["started"], result
+
+
+class Telling(nn.Module):
+    """Gives a row of each sample, one value of all of them, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(512, 2048)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = self.up(x).relu()
+        return rows, rows.mean(), self.up.weight
+
+
+def test_outputs_that_are_split_whole_or_stored(world_of_four: None) -> None:
+    """Each is handed out in its own way: in part, as it is, and as a copy that is watched."""
+    compiled, x = {}, torch.ones(64, 512)
+    for axis in ("tp", "dp_shard"):
+        options = {"mesh": {axis: 4}, "inner": "aot_eager"}
+        compiled[axis] = torch.compile(Telling(), backend="autoshard", options=options)
+    rows, mean, _ = compiled["tp"](x)
+    assert isinstance(rows, LazyGather)
+    assert (rows.shape, rows._local.shape) == ((64, 2048), (64, 512))
+    assert type(mean) is torch.Tensor and mean.shape == ()
+    *_, weight = compiled["dp_shard"](x)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(AutoshardError, match=r"wrote to up\.weight, which the graph had handed"):
+        compiled["dp_shard"](x)
 
 
 # torch's own, at the import of Inductor

@@ -96,7 +96,7 @@ def test_optimal_on_random_graphs(monkeypatch: pytest.MonkeyPatch, limits: dict[
 def test_mini_buckets_bound_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are; and say where they have found it."""
     found = proved = 0
-    for limits in ((1,), (20,), (1, 20, 2**14)):
+    for limits in ((1,), (20,), (1, 20, 2**14), (2**14,)):
         monkeypatch.setattr(factor_graph, "_PARTS", limits)
         for seed in range(200):
             sizes, unary, factors = random_problem(seed)
@@ -108,6 +108,9 @@ def test_mini_buckets_bound_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None
                 continue
             cost = total(tuple(bounded.assignment), unary, factors)
             assert best <= cost == bounded.cost <= best + bounded.gap + 1e-9
+            if limits == (2**14,):  # no table is in parts
+                whole = build(sizes, unary, factors).solve()
+                assert (bounded.width, bounded.gap) == (whole.width, 0)
             found, proved = found + 1, proved + (bounded.gap == 0)
     assert 0 < proved < found and found > 200
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard.runtime.agreement import worlds
 from autoshard.runtime.agreement.history import EVERY, Call, History, also
 
 
@@ -67,8 +68,9 @@ class TwoWays(nn.Module):
         return (self.left if way == "left" else self.right)(x).square().mean()
 
 
-def steps(mesh: dict[str, int]) -> tuple[int, str]:
-    """The step in which ranks that took the same way at first raise, and what."""
+def steps(mesh: dict[str, int]) -> tuple[int, str, float]:
+    """The step in which ranks that took the same way at first raise, what, and the seconds that
+    they wait for each other."""
     torch.compiler.reset()
     torch.manual_seed(0)
     options = {"mesh": mesh, "inner": "aot_eager", "timeout": 30}
@@ -78,12 +80,12 @@ def steps(mesh: dict[str, int]) -> tuple[int, str]:
         try:
             step(torch.ones(2, 8), way).backward()
         except Exception as error:
-            return number, str(error)
-    return -1, ""
+            return number, str(error), worlds.current_exchange().limit
+    return -1, "", 0.0
 
 
 def test_other_branches_are_an_error_before_the_step(gloo2: Any) -> None:
-    (number, text), other = gloo2(steps, {"dp_shard": 2})
-    assert other == (number, text) and number == 4
+    (number, text, limit), other = gloo2(steps, {"dp_shard": 2})
+    assert other == (number, text, limit) and number == 4 and limit == 30
     assert "the first that differs: rank 0: " in text and "left" in text and "right" in text
     assert "must compute on all ranks" in text
