@@ -262,7 +262,8 @@ def test_outputs_that_are_split_whole_or_stored(world_of_four: None) -> None:
     assert isinstance(rows, LazyGather)
     assert (rows.shape, rows._local.shape) == ((64, 2048), (64, 512))
     assert type(mean) is torch.Tensor and mean.shape == ()
-    *_, weight = compiled["dp_shard"](x)
+    *others, weight = compiled["dp_shard"](x)
+    assert {type(other) for other in others} == {torch.Tensor}  # of this rank's own batch
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(AutoshardError, match=r"wrote to up\.weight, which the graph had handed"):
