@@ -59,6 +59,21 @@ def test_a_tiny_model_of_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_search.search(draft)
 
 
+def test_a_tiny_model_of_few_named_layers() -> None:
+    """What is restored because a shorter list does not do is cut, with the numbers beside it."""
+
+    def make(values: dict[str, Any]) -> nn.Module:
+        kinds, depth = values.get("kinds", ["a"]), values.get("depth", 1)
+        if kinds.count("b") < 2 or depth != len(kinds):
+            raise ValueError("too few kinds" if len(kinds) < 6 else "depth is not that of kinds")
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in kinds))
+
+    published = {"kinds": ["a", "a", "b"] * 20, "depth": 60}
+    draft = tiny_search.Draft(published, {"kinds": ["a"], "depth": 1}, make)
+    values, _ = tiny_search.search(draft)
+    assert values == {"kinds": ["a", "a", "b", "a", "a", "b"], "depth": 6}
+
+
 class _Drawing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * torch.rand(())

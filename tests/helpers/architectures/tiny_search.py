@@ -31,8 +31,7 @@ STEPS, TRIES = 20, 80
 """Repairs of a draft, and what is tried for each."""
 _OPERATIONS = "floating-point operations"
 WORK = 10**12
-"""Floating-point operations of a forward that counts as tiny: a picture of other extents may be
-thousands of words."""
+"""Floating-point operations of a tiny model's forward: a picture may be thousands of words."""
 _OF_INPUTS = re.compile(r"channels|vocab|mel|cross_|text|caption|image|sample|patch")
 
 
@@ -64,7 +63,7 @@ def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
     at, seen = _run(draft, Try()), set()
     for _ in range(STEPS):
         if at.reached[0] == 4:
-            return at.values, at.batch or {}
+            return _with_fewer_layers(draft, at).values, at.batch or {}
         seen.add(at.where)
         aside = None
         for values, batch in itertools.islice(_next(draft, at), TRIES):
@@ -81,14 +80,24 @@ def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
     raise ValueError(at.said)
 
 
+def _with_fewer_layers(draft: Draft, at: Try) -> Try:
+    """With the first of so many named layers, until each name was there twice, if that trains."""
+    for names in [v for v in at.values.values() if isinstance(v, list) and isinstance(v[0], str)]:
+        n = 1 + max([i for i, one in enumerate(names) if one == name][:2][-1] for name in names)
+        size = len(names)
+        values = {
+            path: n if v == size else v[:n] if isinstance(v, list) and len(v) == size else v
+            for path, v in at.values.items()
+        }
+        fewer = _run(draft, Try(values, at.batch))
+        at = fewer if fewer.reached[0] == 4 else at
+    return at
+
+
 def made(draft: Draft, values: dict[str, Any]) -> nn.Module:
-    """The model of these values, in training mode without dropout."""
+    """The model of these values, in training mode; its dropout drops nothing."""
     torch.manual_seed(0)
-    return without_dropout(draft.make(values))
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The model in training mode, whose dropout drops nothing."""
+    model = draft.make(values)
     for module in model.modules():
         dropped = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "drop_prob"
         for rate in filter(module.__dict__.__contains__, (dropped, "drop_rate")):
@@ -206,7 +215,6 @@ def _first_batch(model: nn.Module) -> dict[str, Any]:
 
 def _next(draft: Draft, at: Try) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """What could be tried after what was said, the likeliest first."""
-    stage = at.reached[0]
     numbers = list(dict.fromkeys(int(n) for n in re.findall(r"\d+", at.said)))
     numbers = [n for n in numbers if 1 <= n <= 8192][:10]
     if "missing" in at.said and "forward()" in at.said:
@@ -216,7 +224,7 @@ def _next(draft: Draft, at: Try) -> Iterator[tuple[dict[str, Any], dict[str, Any
         yield from ((at.values, _shorter(at.batch or {}, share)) for share in (4, 16, 64))
         return
     fields = ({**at.values, **changed} for changed in _fields(draft, at, numbers))
-    if stage < 2 or at.batch is None:
+    if at.reached[0] < 2 or at.batch is None:
         yield from ((values, None) for values in fields)
         return
     for one, values in itertools.zip_longest(_batches(at, numbers), fields):
@@ -374,11 +382,7 @@ def _smaller(draft: Draft, now: dict[str, Any], at: Try) -> Iterator[dict[str, A
 
 
 def _integers(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
-    )
+    return isinstance(value, list | tuple) and bool(value) and all(type(v) is int for v in value)
 
 
 def _of_sum(value: Any, total: int) -> Any:
