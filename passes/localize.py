@@ -46,6 +46,7 @@ from autoshard.planning import (
     operands,
     output_state,
     producer,
+    same_shape,
     value,
     value_text,
 )
@@ -219,6 +220,10 @@ class Rewriting:
             return new
         if isinstance(strategy.output, str):
             args = self._sizes(node, args, strategy.output)
+        made = self._local(value(node), strategy.output)
+        if node.target is aten.reshape.default and same_shape(value(args[0]), made):
+            # traced with its input's strides: its kernel may give dims of one element others
+            return self._emit(node, aten.alias.default, args[:1])
         return self._emit(node, node.target, args, kwargs)
 
     def _read(self, source: fx.Node, state: State, user: fx.Node) -> fx.Node:
@@ -230,10 +235,9 @@ class Rewriting:
 
     def _handed_out(self, new: fx.Node, result: fx.Node, output: fx.Node) -> fx.Node:
         """A gathered output with the strides that the user's code was told of it."""
-        uneven = new.target is redistribute and new.args[4] is not None
-        if uneven or (new.target is redistribute and not value(result).is_contiguous()):
-            return as_traced(new, value(result), self._before(output))
-        return new
+        gathered = new.target is redistribute
+        turned = gathered and (new.args[4] is not None or not value(result).is_contiguous())
+        return as_traced(new, value(result), self._before(output)) if turned else new
 
     def _before(self, node: fx.Node) -> Callable[..., fx.Node]:
         """Emits an operator of its arguments, on behalf of `node`."""

@@ -156,6 +156,28 @@ def test_values_alike_for_all_samples_are_made_in_the_rows_of_each_microbatch() 
     check_step(program, graph, model, x)
 
 
+class Frames(nn.Module):
+    """A norm over pictures whose channels come last in memory, as frames of a video."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.GroupNorm(2, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pictures = self.up(x).permute(0, 3, 1, 2).relu().unsqueeze(0)
+        video = pictures.reshape(len(x), 1, 8, 4, 4).permute(0, 2, 1, 3, 4)
+        return self.down(self.norm(video).permute(0, 2, 3, 4, 1)).square().mean()
+
+
+def test_a_reshape_that_does_nothing_to_one_sample_keeps_its_layout() -> None:
+    """As torch traced it: the norm was traced without the copy that other strides need."""
+    model, x = Frames(), torch.randn(4, 4, 4, 4)
+    graph = graph_of(model, (x,))
+    program = cut(graph, 2)
+    assert program.microbatch.microbatches == 4
+    check_step(program, graph, model, x)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
