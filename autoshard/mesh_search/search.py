@@ -46,8 +46,9 @@ from autoshard.runtime.mesh import PLANNED, offline_mesh
 from autoshard.runtime.operators import PRODUCTS
 from autoshard.runtime.parameters import casting
 
-PlansMade = dict[tuple[int, PlanAxes], tuple[Planned, list[Decisions]]]
-"""By the size of a micro-batch and the axes: the cheapest plan, and those at dearer bytes."""
+PlansMade = dict[tuple[int, PlanAxes, int], tuple[Planned, list[Decisions]]]
+"""By the size of a micro-batch, the axes and (an id of) the plan that is followed: the cheapest
+plan, and those at dearer bytes."""
 
 AXES = (*PLANNED, "ep")
 """The axes of which a mesh has one at most, beside `dp_replicate` and `dp_shard`."""
@@ -97,19 +98,20 @@ def search_meshes(
         captured = capture(gm, example_inputs, lowered_dtypes(inputs))
         short = shallow(captured, inputs) if mesh is None else None
         more = combined(world, machine, experts_of(captured)) if mesh is None else []
-        cuts, made = Cuts(), PlansMade()
+        cuts, whole, layers = Cuts(), PlansMade(), PlansMade()
         every = [*meshes, *more]
 
         def searched(options: dict[str, Any]) -> MeshSearch:
             chosen, config = None, Config.from_options(options)
             # of these a plan whose memory is not bounded knows nothing
             same = replace(config, chunk_loss=settings.chunk_loss, host_memory=settings.host_memory)
-            plans = made if same == settings and config.zero != "auto" else PlansMade()
+            known = same == settings and config.zero != "auto"
             given = (machine, config, training, batches, progress, global_batch)
             if short is not None:
                 say("comparing meshes by a layer", 2, steps)
                 asked = _asked(*given[:4], len(every), global_batch, cuts)
-                chosen = _worth_a_plan(every, short, asked, machine)
+                chosen = _worth_a_plan(every, short, asked, machine, layers if known else {})
+            plans = whole if known else {}
             found = search_captured(captured, inputs, every, *given, chosen, cuts, plans)
             return replace(found, options=options)
 
@@ -137,7 +139,7 @@ def search_meshes(
 
 
 def _worth_a_plan(
-    meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster
+    meshes: Sequence[AxisSizes], short: Shallow, asked: Asked, machine: Cluster, plans: PlansMade
 ) -> dict[int, list[AxisSizes]]:
     """The meshes of a deep graph that are best by what its layers cost, by the micro-batch; without
     pp, every split of the data-parallel ranks."""
@@ -145,7 +147,7 @@ def _worth_a_plan(
     def of(one: Asked) -> tuple[Shallow, Priced]:
         graph, inputs = of_batch(short.graph, short.inputs, one.samples and one.batch)
         few = replace(short, graph=graph, inputs=inputs)
-        return few, lambda key, outer: prices_of(graph, inputs, key, machine, one, outer=outer)
+        return few, lambda *at: prices_of(graph, inputs, at[0], machine, one, None, at[1], plans)
 
     chosen: dict[int, list[AxisSizes]] = {}
     for one in worth_a_plan(meshes, asked, of):
@@ -197,7 +199,7 @@ def search_captured(
     keys = {_key(mesh): planned_axes(mesh, asked.config) for mesh in meshes}
     rows: dict[object, MeshPrice] = {}
     placements: dict[object, Placements] = {}
-    made = PlansMade() if plans is None else plans
+    plans = {} if plans is None else plans
     steps, numbers, larger = _steps(set(keys.values()), meshes), count(3), list(meshes)
 
     def say(what: str) -> None:
@@ -212,13 +214,12 @@ def search_captured(
         for key in dict.fromkeys(keys[_key(mesh)] for mesh in some):
             say("planning " + " x ".join(f"{name}={n}" for name, n in key))
             try:
-                known = made.get((size, key))
-                choices = prices_of(*graph, key, machine, one, known=known and known[0])
+                choices = prices_of(*graph, key, machine, one, plans=plans)
             except AutoshardError:
                 if len(dict(key)) == 1 or asked.meshes == 1:
                     raise
                 continue  # an option that these axes do not have together
-            own = Placements(choices, made.setdefault((size, key), (choices.planned, []))[1])
+            own = Placements(choices, plans[size, key, id(None)][1])
             for mesh in some:
                 # with ep no more than its neighbour where rows do not travel to experts
                 travels = mesh.get("ep", 1) == 1 or choices.free.exchanges
@@ -266,18 +267,21 @@ def prices_of(
     asked: Asked,
     prices: Prices | None = None,
     outer: Decisions | None = None,
-    known: Planned | None = None,
+    plans: PlansMade | None = None,
 ) -> MeshPrices:
     """The plan of the axes that `planned_axes` says of a mesh, with what prices it. prices: of a
     stored byte, in place of the defaults. outer: the plan of cp of another micro-batch, to follow
-    where tp is planned beside it. known: the plan, of other losses and another host. Raises
-    PlanError where it is not possible."""
-    planned = known or _planned(captured, inputs, key, machine, asked, prices, outer)
+    where tp is planned beside it. plans: those made so far of this graph, of other losses and
+    another host, to which it adds. Raises PlanError where it is not possible."""
+    plans, at = {} if plans is None else plans, (asked.batch, key, id(outer))
+    if not (known := at in plans):
+        plans[at] = _planned(captured, inputs, key, machine, asked, prices, outer), []
+    planned, _ = plans[at]
     first, to_fit = asked.losses
     request = replace(planned.request, chunking=first, chunking_to_fit=to_fit)
     request = replace(request, host_memory=asked.config.host_memory)
     planned = replace(planned, request=request)
-    if known is not None:
+    if known:
         without_budget, _ = chunking_of(asked.config.chunk_loss, False)
         planned = planned.following(planned.chunked(without_budget).decisions)
     return MeshPrices(planned, planned.decisions.prices.n, machine, asked)

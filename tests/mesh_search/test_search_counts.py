@@ -118,7 +118,7 @@ def test_other_options_of_memory_plan_nothing_again(monkeypatch: pytest.MonkeyPa
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: calls.append(1) or function(*a, **k))
 
-    counted(search, "ask", asked)
+    counted(search, "_planned", asked)
     counted(one_axis, "of_a_byte", solved)
 
     def found(memory: dict[str, int], *others: dict[str, int]) -> Any:
