@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -48,21 +49,25 @@ def for_any_rank(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a local graph, as above; `gm` itself where no node of it holds an axis."""
     if not any(map(_axes, gm.graph.nodes)):
         return gm
-    found = fx.GraphModule(gm, fx.Graph())
+    graph, held = fx.Graph(), dict[str, Any]()
     numbers: dict[str, fx.Node] = {}
     copies: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            held[node.target] = operator.attrgetter(node.target)(gm)
         need = _need(node)
         if need is _VALUE:
             (axis,) = _axes(node)
             if axis.name not in numbers:
-                numbers[axis.name] = _number(found, axis, node)
-        copies[node] = new = found.graph.node_copy(node, copies.__getitem__)
+                name = f"rank_of_{axis.name}"
+                held[name] = number_on(node.meta["val"].device, axis.rank)
+                numbers[axis.name] = graph.get_attr(name)
+        copies[node] = new = graph.node_copy(node, copies.__getitem__)
         if need is not _TEXT:
             rank: Any = numbers[axis.name] if need is _VALUE else 0
             new.args, new.kwargs = _with_rank(new.args, rank), _with_rank(dict(new.kwargs), rank)
+    found = fx.GraphModule(held, graph).train(gm.training)
     found.meta = dict(gm.meta)
-    found.recompile()
     return found
 
 
@@ -86,13 +91,6 @@ def _with_rank(arguments: Any, rank: Any) -> Any:
 
 def _is_axis(argument: Any) -> bool:
     return isinstance(argument, Axis)
-
-
-def _number(gm: fx.GraphModule, axis: Axis, node: fx.Node) -> fx.Node:
-    """The rank's number as a buffer, on the device of the node's value."""
-    name = f"rank_of_{axis.name}"
-    gm.register_buffer(name, number_on(node.meta["val"].device, axis.rank), persistent=False)
-    return gm.graph.get_attr(name)
 
 
 def number_on(device: torch.device, number: int) -> torch.Tensor:

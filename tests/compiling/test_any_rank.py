@@ -74,8 +74,10 @@ def test_no_operator_asks_for_the_number_while_it_is_traced() -> None:
 
 
 def everything(axis: Axis) -> fx.GraphModule:
-    """Of each function that reads the number, one call: (table, ids, x) to sums that read all."""
-    graph = fx.Graph()
+    """Of each function that reads the number, one call, and of a constant of the graph: (table,
+    ids, x) to sums that read all."""
+    graph, root = fx.Graph(), nn.Module()
+    root.register_buffer("scale", torch.tensor([1.0, 2.0, 4.0, 8.0]))
     table, ids, x = (graph.placeholder(name) for name in ("table", "ids", "x"))
 
     def call(function: Any, *args: Any, shape: tuple[int, ...] = (), **kwargs: Any) -> fx.Node:
@@ -92,8 +94,9 @@ def everything(axis: Axis) -> fx.GraphModule:
     own = call(redistribute, x, I, S(0), axis, None, shape=(3, 4))
     whole = call(redistribute, own, S(0), R, axis, None, shape=(6, 4))
     back = call(redistribute, whole, R, S(1), axis, None, shape=(6, 2))
-    graph.output((found, *losses, own, call(redistribute, back, S(1), I, axis, None, shape=(6, 4))))
-    return fx.GraphModule(nn.Module(), graph)
+    results = found, *losses, own, call(redistribute, back, S(1), I, axis, None, shape=(6, 4))
+    graph.output((*results, call(torch.mul, x, graph.get_attr("scale"))))
+    return fx.GraphModule(root, graph)
 
 
 def run_both() -> list[list[torch.Tensor]]:
@@ -112,6 +115,6 @@ def run_both() -> list[list[torch.Tensor]]:
 
 def test_numbers_are_those_of_the_ranks_own_graph(gloo2: GlooPool) -> None:
     for own, shared in gloo2(run_both):
-        assert len(own) == 7
+        assert len(own) == 8
         for got, want in zip(shared, own, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
