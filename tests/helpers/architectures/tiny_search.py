@@ -82,7 +82,7 @@ def search(draft: Draft) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _with_fewer_layers(draft: Draft, at: Try) -> Try:
     """With the first of so many named layers, until each name was there twice, if that trains."""
-    for names in [v for v in at.values.values() if isinstance(v, list) and isinstance(v[0], str)]:
+    for names in [v for v in at.values.values() if v and type(v) is list and type(v[0]) is str]:
         n = 1 + max([i for i, one in enumerate(names) if one == name][:2][-1] for name in names)
         size = len(names)
         values = {
