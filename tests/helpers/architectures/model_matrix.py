@@ -3,6 +3,7 @@
     make model-matrix                               # all of them; goes on where it was interrupted
     make model-matrix ARGS="--share 30 --seed 1"    # one of thirty, drawn
     make model-matrix ARGS="--names llama timm:vit" # these
+    make model-matrix ARGS="--share 40 --inner inductor --results FILE --write PAGE"
 
 Architectures are those of transformers, and of timm and diffusers where they are installed, shrunk
 by one procedure (tiny_models.py). The oracle is the unsharded model. Ranks are threads of one
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--meshes", nargs="*", default=list(MESHES), choices=MESHES)
     parser.add_argument("--share", type=int, default=1, help="one of so many architectures, drawn")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inner", default="aot_eager", help="what compiles each rank's graph")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--patience", type=float, default=300.0, help="seconds of a row")
     parser.add_argument("--write", type=Path, default=ROOT / "docs" / "model_matrix.md")
@@ -92,7 +94,7 @@ def main() -> int:
             if known.get((name, args.meshes[0]), {}).get("said") == "not tiny":
                 continue  # nor on the others
             drawn = random.Random(f"{args.seed} {name} {mesh}").random() < PROCESSES
-            said, why = ask(alone, pool, name, mesh, drawn, args.patience)
+            said, why = ask(alone, pool, name, mesh, drawn, args.patience, args.inner)
             why = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", why)  # paths of one machine
             known[name, mesh] = {"model": name, "mesh": mesh, "said": said, "why": why}
             with args.results.open("a") as file:
@@ -115,27 +117,34 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def ask(
-    alone: GlooPool, pool: GlooPool, name: str, mesh: str, drawn: bool, patience: float
+    alone: GlooPool, pool: GlooPool, name: str, mesh: str, drawn: bool, patience: float, inner: str
 ) -> tuple[str, str]:
     """What threads of a process say of an architecture, and where they cannot, two processes."""
     try:
-        (said, recipe), *_ = alone(_with_recipe, name, mesh, drawn, pool_timeout=2 * patience)
+        (said, recipe), *_ = alone(
+            _with_recipe, name, mesh, drawn, inner, pool_timeout=2 * patience
+        )
     except Exception:  # processes say what it is
         said, recipe = None, None
-    return said or row(pool, name, mesh, patience, recipe)
+    return said or row(pool, name, mesh, patience, recipe, inner)
 
 
-def _with_recipe(name: str, mesh: str, drawn: bool) -> Any:
-    return by_threads(name, mesh, drawn), tiny_models.FOUND.get(name)
+def _with_recipe(name: str, mesh: str, drawn: bool, inner: str) -> Any:
+    return by_threads(name, mesh, drawn, inner), tiny_models.FOUND.get(name)
 
 
 def row(
-    pool: GlooPool, name: str, mesh: str, patience: float = 180.0, recipe: Any = None
+    pool: GlooPool,
+    name: str,
+    mesh: str,
+    patience: float = 180.0,
+    recipe: Any = None,
+    inner: str = "aot_eager",
 ) -> tuple[str, str]:
     """What is said of an architecture on a mesh, by the rank that says the worst, and why."""
     order = ("wrong", "refused", "torch", "random", "not tiny", "equal", "")
     try:
-        told = pool(step_of, name, mesh, recipe, pool_timeout=patience)
+        told = pool(step_of, name, mesh, recipe, inner, pool_timeout=patience)
     except Exception as error:  # of a rank, too: a row's error is not the end of a night's rows
         pool.stop()
         what = "" if isinstance(error, PoolError) else f"{type(error).__name__}: "
@@ -157,7 +166,9 @@ def _subject(name: str, mesh: str) -> Any:
     return ("", "") if mesh == "ep" and not tiny_models.has_experts(model) else (model, batch)
 
 
-def by_threads(name: str, mesh: str, drawn: bool = False) -> tuple[str, str] | None:
+def by_threads(
+    name: str, mesh: str, drawn: bool = False, inner: str = "aot_eager"
+) -> tuple[str, str] | None:
     """What is said of an architecture whose ranks are threads; None where only processes can say
     it, or were `drawn` to."""
     torch._dynamo.reset()
@@ -169,7 +180,8 @@ def by_threads(name: str, mesh: str, drawn: bool = False) -> tuple[str, str] | N
     model, batch = made
     for dtype in (None, torch.float64):
         try:
-            proof = autoshard.verify(model, (), batch, mesh={mesh: 2}, processes=False, dtype=dtype)
+            given = {"mesh": {mesh: 2}, "inner": inner, "processes": False, "dtype": dtype}
+            proof = autoshard.verify(model, (), batch, **given)
         except Exception:  # processes say what it is
             return None
         if proof.ok:
@@ -177,7 +189,7 @@ def by_threads(name: str, mesh: str, drawn: bool = False) -> tuple[str, str] | N
     return None
 
 
-def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
+def step_of(name: str, mesh: str, recipe: Any = None, inner: str = "aot_eager") -> tuple[str, str]:
     """On a rank: a step in float32, and in float64 where that is not equal."""
     if recipe is not None:
         tiny_models.FOUND[name] = recipe
@@ -187,16 +199,16 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
     (model, batch), why = made, ""
     for dtype in (torch.float32, torch.float64):
         try:
-            off, worst = apart(model, batch, mesh, dtype)
+            off, worst = apart(model, batch, mesh, dtype, inner)
         except Exception as error:
             if why and not _steps(model, batch, dtype):  # what float32 said is left
                 break
-            inner = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
-            text = f"{type(inner).__name__}: {' '.join(str(inner).split())[:600]}"
-            ours = isinstance(inner, autoshard.AutoshardError)
-            if ours and not isinstance(inner, PlanMismatchError | CollectiveError):
+            raised = getattr(error, "inner_exception", error)  # of Dynamo's BackendCompilerFailed
+            text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:600]}"
+            ours = isinstance(raised, autoshard.AutoshardError)
+            if ours and not isinstance(raised, PlanMismatchError | CollectiveError):
                 return "refused", text
-            if plain := _plain(model, batch, mesh):
+            if plain := _plain(model, batch, mesh, inner):
                 return "torch", plain
             return "refused" if ours and _branches(model, batch, mesh) else "wrong", text
         if off <= TOLERANCE:
@@ -204,12 +216,12 @@ def step_of(name: str, mesh: str, recipe: Any = None) -> tuple[str, str]:
         why = f"{worst} is {off:.2g} off in {str(dtype)[6:]}"
     if _draws(model, batch):
         return "random", why
-    plain = _plain(model, batch, mesh)
+    plain = _plain(model, batch, mesh, inner)
     return ("torch", plain) if plain else ("wrong", why)
 
 
-def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
-    """What is wrong with a step of torch's own aot_eager, on the batch of a rank, and on pp on one
+def _plain(model: nn.Module, batch: dict[str, Any], mesh: str, backend: str) -> str:
+    """What is wrong with a step of torch's own backend, on the batch of a rank, and on pp on one
     of a sample too; empty where it is as without it."""
     given = [_batches(batch, mesh)[0]]
     if mesh == "pp":
@@ -219,7 +231,7 @@ def _plain(model: nn.Module, batch: dict[str, Any], mesh: str) -> str:
         torch._dynamo.reset()
         serial, ours = copied(model), copied(model)
         try:
-            for run in (serial, torch.compile(ours, backend="aot_eager")):
+            for run in (serial, torch.compile(ours, backend=backend)):
                 torch.manual_seed(0)
                 _loss(run, pytree.tree_map_only(torch.Tensor, torch.clone, part)).backward()
         except Exception as error:
@@ -281,7 +293,7 @@ def _draws(model: nn.Module, batch: dict[str, Any]) -> bool:
 
 
 def apart(
-    model: nn.Module, batch: dict[str, Any], mesh: str, dtype: torch.dtype
+    model: nn.Module, batch: dict[str, Any], mesh: str, dtype: torch.dtype, inner: str
 ) -> tuple[float, str]:
     """How far the gradients are from the serial ones, as a share of their norm; which most."""
     torch._dynamo.reset()
@@ -289,7 +301,7 @@ def apart(
     parts = _batches(in_dtype(batch, dtype), mesh)
     torch.manual_seed(0)
     sum(_loss(serial, part) / len(parts) for part in parts).backward()
-    options = {"mesh": {mesh: 2}, "inner": "aot_eager", "timeout": 200}
+    options = {"mesh": {mesh: 2}, "inner": inner, "timeout": 200}
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     run = torch.compile(ours, backend="autoshard", options=options)
