@@ -47,8 +47,9 @@ from autoshard.runtime.operators import PRODUCTS
 from autoshard.runtime.parameters import casting
 
 PlansMade = dict[tuple[int, PlanAxes, int], tuple[Planned, list[Decisions]]]
-"""By the size of a micro-batch, the axes and (an id of) the plan that is followed: the cheapest
-plan, and those at dearer bytes."""
+"""By the size of a micro-batch, the axes and the id of the decisions that are followed (a plan of
+the same dictionary holds them, so that no others have it): the cheapest plan, and those at dearer
+bytes."""
 
 AXES = (*PLANNED, "ep")
 """The axes of which a mesh has one at most, beside `dp_replicate` and `dp_shard`."""
@@ -146,8 +147,11 @@ def _worth_a_plan(
 
     def of(one: Asked) -> tuple[Shallow, Priced]:
         graph, inputs = of_batch(short.graph, short.inputs, one.samples and one.batch)
-        few = replace(short, graph=graph, inputs=inputs)
-        return few, lambda *at: prices_of(graph, inputs, at[0], machine, one, None, at[1], plans)
+
+        def priced(key: PlanAxes, outer: Decisions | None) -> MeshPrices:
+            return prices_of(graph, inputs, key, machine, one, outer=outer, plans=plans)
+
+        return replace(short, graph=graph, inputs=inputs), priced
 
     chosen: dict[int, list[AxisSizes]] = {}
     for one in worth_a_plan(meshes, asked, of):
