@@ -10,7 +10,7 @@ by one procedure (tiny_models.py). The oracle is the unsharded model. Ranks are 
 process, in lockstep (`verify`); two processes hold a rank each on pp, of a graph that breaks, of a
 model that draws random numbers, and of a drawn tenth of the rest. A row is "equal", "refused" (an
 error of autoshard's, with its text; that ranks run other graphs is one where their batches decide
-it), "not tiny" (no model was made, and why), "torch" (torch cannot run a step either, by `--inner`),
+it), "not tiny" (no model was made, and why), "torch" (torch's own `--inner` cannot run a step),
 "random" (processes drew numbers, which no serial step draws) or "wrong": other gradients, any other
 error, a process that ended or was silent. A line of JSON a row goes into `--results`, where those
 asked so far lie, and the table of them into `--write`.
