@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 from torch import fx
 
@@ -136,6 +137,46 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
             choices.fates(price, 1e-16, 0.1)
         made.append(cut.call_count)
     assert made[1] == 2 * made[0] > 0
+
+
+def layers_with_hubs(rng: random.Random, depth: int) -> list[RankValue]:
+    """Equal drawn layers that read some of the same first values, which nobody else does."""
+    hubs = [replace(one, once=True, needed=False, sources=()) for one in values(rng, 3)]
+    layer = values(rng, 5)
+    reads = {(rng.randrange(4), hub) for hub in range(3) for _ in range(2)}
+    found, graph = list(hubs), fx.Graph()
+    for number in range(depth):
+        start = len(found)
+        for i, one in enumerate(layer):
+            own = [start + source for source in one.sources]
+            shared = [hub for at, hub in sorted(reads) if at == i]
+            before = [start - 1] if i == 0 and number else []  # the last that the layer before made
+            key = graph.placeholder(f"layer{number}_{i}"), "I"
+            found.append(replace(one, key=key, sources=(*shared, *before, *own), once=False))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_that_read_the_same_values_are_cut_as_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all were in one cut; whose size does not depend on the depth."""
+    sizes = set()
+    for depth in (8, 16):
+        given = layers_with_hubs(random.Random(seed), depth)
+        segments = [0, 0, 0, *(1 + number for number in range(depth) for _ in range(5))]
+        cut = mock.Mock(side_effect=minimum_cut)
+        monkeypatch.setattr(recomputation, "minimum_cut", cut)
+        monkeypatch.setattr(recomputation, "_NEIGHBOURS", 3)
+        alike = Choices(given, segments)
+        monkeypatch.setattr(recomputation, "_NEIGHBOURS", math.inf)
+        whole = Choices(given, segments)
+        for price, charge in ((1e-10, math.inf), (1e-9, math.inf), (1e-8, math.inf), (1e-9, 0.3)):
+            cut.reset_mock()
+            found = alike.fates(price, price, charge)
+            sizes.add((depth, max(call.args[0] for call in cut.call_args_list)))
+            assert np.array_equal(found, whole.fates(price, price, charge))
+    assert len({size for _, size in sizes}) == 1
 
 
 def cut_size(edges: list[tuple[int, int, int]], sink_side: list[bool]) -> int:

@@ -28,7 +28,7 @@ least twice what is alive at the border; none lies inside a region of the user's
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
 
@@ -39,6 +39,8 @@ from autoshard.planning.estimate.recomputable import RankValue
 from autoshard.planning.solver import UNCUT, minimum_cut
 
 _PROMINENCE = 2
+_NEIGHBOURS = 3
+"""In so many segments a value is read that layers hand on."""
 
 
 def segments_of(values: Sequence[RankValue]) -> list[int]:
@@ -154,10 +156,14 @@ Cuts = dict[CutKey, Cut]
 
 @dataclass(frozen=True)
 class _Part:
-    """Parts that are decided alike. values: a row for each, of positions in order. ends: whether
-    they are in the last segment."""
+    """Values that are decided together, and by one cut. members: those in the cut, where one stands
+    for all that are alike; times: how many it stands for. values: positions of all; which: the
+    member that stands for each. ends: whether they are in the last segment."""
 
+    members: list[int]
+    times: list[int]
     values: NDArray[np.intp]
+    which: NDArray[np.intp]
     ends: bool
     cut: Cut
 
@@ -202,9 +208,9 @@ class Choices:
             here, own = (last, math.inf) if part.ends else (price, charge)
             fates = part.cut.known(here, own)
             if fates is None:
-                fates = self._cut(part.values[0].tolist(), here, own)
+                fates = self._cut(part, here, own)
                 part.cut.add(here, own, fates)
-            found[part.values] = fates
+            found[part.values] = fates[part.which]
         return found
 
     def by_segment(self, each: NDArray[np.float64]) -> list[float]:
@@ -221,35 +227,81 @@ class Choices:
         return self.values[i].once or self.crosses[i]
 
     def _parts(self, fixed: Sequence[bool], known: Cuts) -> list[_Part]:
+        """The values that are not `fixed`, by what decides together.
+
+        A hub, such as a table of positions that all layers read, joins its readers to one part.
+        What it joins and is equal otherwise has the same fates, as the cut with the fewest vertices
+        is the only one of them: no exchange of equal ones may change it. So one of each is in the
+        cut, with the costs of all; else the cut is as large as the model is deep.
+        """
+        hubs = self._hubs(fixed)
+        free = [i for i in range(len(self.values)) if not fixed[i]]
         root = list(range(len(self.values)))
+        reads = [
+            (i, source)
+            for i in free
+            if not self._stays(i)
+            for source in self.values[i].sources
+            if not fixed[source]
+        ]
+        for i, source in reads:
+            if source not in hubs:
+                _join(root, i, source)
+        joined: dict[int, list[int]] = {}
+        for i in free:
+            if i not in hubs:
+                joined.setdefault(_find(root, i), []).append(i)
+        for i, source in reads:
+            _join(root, i, source)
+        parts: dict[int, tuple[list[int], list[list[int]]]] = {}
+        for hub in hubs:
+            parts.setdefault(_find(root, hub), ([], []))[0].append(hub)
+        for each in joined.values():
+            parts.setdefault(_find(root, each[0]), ([], []))[1].append(each)
+        alike: dict[tuple[CutKey, bool], list[_Part]] = {}
+        for of_hubs, others in parts.values():
+            part, shape = self._part(of_hubs, others)
+            alike.setdefault((shape, part.ends), []).append(part)
+        return [
+            replace(
+                some[0],
+                values=np.concatenate([one.values for one in some]),
+                which=np.concatenate([one.which for one in some]),
+                cut=known.setdefault(shape, some[0].cut),
+            )
+            for (shape, _), some in alike.items()
+        ]
 
-        def find(i: int) -> int:
-            while root[i] != i:
-                root[i] = root[root[i]]
-                i = root[i]
-            return i
-
+    def _hubs(self, fixed: Sequence[bool]) -> list[int]:
+        """The values that stay, are not `fixed`, and are read in more segments than neighbours."""
+        read: dict[int, set[int]] = {}
         for i, one in enumerate(self.values):
             if not self._stays(i):
                 for source in one.sources:
-                    if not fixed[source]:
-                        a, b = find(i), find(source)
-                        root[max(a, b)] = min(a, b)
-        members: dict[int, list[int]] = {}
-        for i in range(len(self.values)):
-            if not fixed[i]:
-                members.setdefault(find(i), []).append(i)
-        alike: dict[tuple[CutKey, bool], list[list[int]]] = {}
-        for each in members.values():
-            ends = self.segments[each[0]] == self.count - 1
-            alike.setdefault((self._shape(each), ends), []).append(each)
-        return [
-            _Part(np.array(rows), ends, known.setdefault(shape, Cut()))
-            for (shape, ends), rows in alike.items()
-        ]
+                    if self._stays(source) and not fixed[source]:
+                        read.setdefault(source, set()).add(self.segments[i])
+        return sorted(i for i, segments in read.items() if len(segments) > _NEIGHBOURS)
 
-    def _shape(self, members: Sequence[int]) -> CutKey:
-        place = {i: k for k, i in enumerate(members)}
+    def _part(self, hubs: list[int], joined: Sequence[list[int]]) -> tuple[_Part, CutKey]:
+        """Hubs with what they join, or values without any; and what their cut depends on."""
+        alike: dict[CutKey, list[list[int]]] = {}
+        for each in joined:
+            alike.setdefault(self._shape(hubs, each), []).append(each)
+        members, times, shapes = list(hubs), [1] * len(hubs), [self._shape([], hubs)]
+        values, which = list(hubs), list(range(len(hubs)))
+        for shape, some in alike.items():
+            for each in some:
+                values += each
+                which += range(len(members), len(members) + len(each))
+            members += some[0]
+            times += [len(some)] * len(some[0])
+            shapes += [shape, ((len(some),),)]
+        ends = self.segments[min(values)] == self.count - 1
+        where = np.array(values, np.intp), np.array(which, np.intp)
+        return _Part(members, times, *where, ends, Cut()), tuple(shapes)
+
+    def _shape(self, hubs: Sequence[int], members: Sequence[int]) -> CutKey:
+        place = {i: k for k, i in enumerate([*hubs, *members])}
         return tuple(
             (
                 self.values[i].nbytes,
@@ -268,20 +320,21 @@ class Choices:
         """Whether a value may be kept: inside a region of the user's it is computed again."""
         return self.values[i].again < 0 or self._stays(i)
 
-    def _cut(self, members: Sequence[int], price: float, charge: float) -> Fates:
+    def _cut(self, part: _Part, price: float, charge: float) -> Fates:
+        members = part.members
         place = {i: k for k, i in enumerate(members)}
         edges, source, sink = [], 2 * len(members), 2 * len(members) + 1
-        for k, i in enumerate(members):
+        for k, (i, times) in enumerate(zip(members, part.times)):
             one = self.values[i]
             computed, there = 2 * k, 2 * k + 1
-            own = UNCUT if self._stays(i) else round(one.seconds * _UNIT)
+            own = UNCUT if self._stays(i) else times * round(one.seconds * _UNIT)
             edges.append((source, computed, 0 if not self._leaves(i) else own))
             kept = UNCUT
             if self._leaves(i):
-                kept = round(min(one.nbytes * price, _transferred(one, charge)) * _UNIT)
+                kept = times * round(min(one.nbytes * price, _transferred(one, charge)) * _UNIT)
             edges.append((computed, there, kept))
             if one.inner and self._leaves(i) and not self._stays(i):
-                edges.append((computed, sink, round(one.inner * price * _UNIT)))
+                edges.append((computed, sink, times * round(one.inner * price * _UNIT)))
             if one.needed:
                 edges.append((there, sink, UNCUT))
             if not self._stays(i):
@@ -295,6 +348,19 @@ class Choices:
                 there = backward[2 * k + 1]
                 fates.append(_kept(self.values[i], price, charge) if there else Fate.UNREAD)
         return np.array(fates, np.int8)
+
+
+def _find(root: list[int], i: int) -> int:
+    """The one that stands for what `i` is joined to: the first of them."""
+    while root[i] != i:
+        root[i] = root[root[i]]
+        i = root[i]
+    return i
+
+
+def _join(root: list[int], i: int, other: int) -> None:
+    one, other = _find(root, i), _find(root, other)
+    root[max(one, other)] = min(one, other)
 
 
 def _kept(one: RankValue, price: float, charge: float) -> Fate:
