@@ -106,6 +106,13 @@ def _name(target: Any) -> str:
     return "" if schema is None else schema.name.split("::")[1]
 
 
+#: What may stand in a rank's graph for an operator of the serial one.
+_OF_RANKS = {
+    EXPERTS: (exchanged_experts,),
+    torch.ops.aten.reshape.default: (torch.ops.aten.alias.default,),
+}
+
+
 def _stem(node: fx.Node) -> str:
     return re.sub(r"(_\d+)+$", "", node.name)
 
@@ -131,7 +138,7 @@ class _Typed(fx.Interpreter):
                 strategy = strategies.get(node)
                 impl = None if strategy is None else strategy.impl
                 target = node.target if impl is None else unbound(impl)[0]
-                targets = (target, exchanged_experts) if target is EXPERTS else (target,)
+                targets = (target, *_OF_RANKS.get(target, ()))
                 same = (
                     n for n in local if unbound(n.target)[0] in targets and _stem(n) == _stem(node)
                 )
