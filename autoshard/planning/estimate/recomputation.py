@@ -234,7 +234,6 @@ class Choices:
         is the only one of them: no exchange of equal ones may change it. So one of each is in the
         cut, with the costs of all; else the cut is as large as the model is deep.
         """
-        hubs = self._hubs(fixed)
         free = [i for i in range(len(self.values)) if not fixed[i]]
         root = list(range(len(self.values)))
         reads = [
@@ -244,6 +243,7 @@ class Choices:
             for source in self.values[i].sources
             if not fixed[source]
         ]
+        hubs = self._hubs(reads)
         for i, source in reads:
             if source not in hubs:
                 _join(root, i, source)
@@ -260,29 +260,28 @@ class Choices:
             parts.setdefault(_find(root, each[0]), ([], []))[1].append(each)
         alike: dict[tuple[CutKey, bool], list[_Part]] = {}
         for of_hubs, others in parts.values():
-            part, shape = self._part(of_hubs, others)
+            part, shape = self._part(of_hubs, others, known)
             alike.setdefault((shape, part.ends), []).append(part)
         return [
             replace(
                 some[0],
                 values=np.concatenate([one.values for one in some]),
                 which=np.concatenate([one.which for one in some]),
-                cut=known.setdefault(shape, some[0].cut),
             )
-            for (shape, _), some in alike.items()
+            for some in alike.values()
         ]
 
-    def _hubs(self, fixed: Sequence[bool]) -> list[int]:
-        """The values that stay, are not `fixed`, and are read in more segments than neighbours."""
-        read: dict[int, set[int]] = {}
-        for i, one in enumerate(self.values):
-            if not self._stays(i):
-                for source in one.sources:
-                    if self._stays(source) and not fixed[source]:
-                        read.setdefault(source, set()).add(self.segments[i])
-        return sorted(i for i, segments in read.items() if len(segments) > _NEIGHBOURS)
+    def _hubs(self, reads: Sequence[tuple[int, int]]) -> list[int]:
+        """The values that stay and are read in more segments than neighbours. reads: (by, what)."""
+        segments: dict[int, set[int]] = {}
+        for i, source in reads:
+            if self._stays(source):
+                segments.setdefault(source, set()).add(self.segments[i])
+        return sorted(i for i, some in segments.items() if len(some) > _NEIGHBOURS)
 
-    def _part(self, hubs: list[int], joined: Sequence[list[int]]) -> tuple[_Part, CutKey]:
+    def _part(
+        self, hubs: list[int], joined: Sequence[list[int]], known: Cuts
+    ) -> tuple[_Part, CutKey]:
         """Hubs with what they join, or values without any; and what their cut depends on."""
         alike: dict[CutKey, list[list[int]]] = {}
         for each in joined:
@@ -298,7 +297,8 @@ class Choices:
             shapes += [shape, ((len(some),),)]
         ends = self.segments[min(values)] == self.count - 1
         where = np.array(values, np.intp), np.array(which, np.intp)
-        return _Part(members, times, *where, ends, Cut()), tuple(shapes)
+        key = tuple(shapes)
+        return _Part(members, times, *where, ends, known.setdefault(key, Cut())), key
 
     def _shape(self, hubs: Sequence[int], members: Sequence[int]) -> CutKey:
         place = {i: k for k, i in enumerate([*hubs, *members])}
