@@ -35,13 +35,12 @@ from autoshard.compiling import (
     refuse_unsharded,
     settings,
     unsharded_settings,
-    use_by,
     watched,
 )
 from autoshard.config import Config, Precision, fields_of
 from autoshard.errors import ConfigError
 from autoshard.mesh_search import choose
-from autoshard.parameters import expect_reduced, store, store_what_is_left
+from autoshard.parameters import expect_reduced, store, store_what_is_left, use_by
 from autoshard.passes import PendingInput
 from autoshard.planning import view_chain, views_among
 from autoshard.program import Program, ProgramHandle, register

@@ -10,12 +10,11 @@ from torch.utils import _pytree as pytree
 
 from autoshard.building import agreed_facts, build_agreed, unplanned_parameters
 from autoshard.capture import example_device, intercept
-from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError
 from autoshard.mesh_search import choose
 from autoshard.model_source import copied
-from autoshard.parameters import initialise_buffers, store, store_unplanned
+from autoshard.parameters import initialise_buffers, store, store_unplanned, use_by
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import attempt, wait_at_most
 from autoshard.runtime.collectives import State

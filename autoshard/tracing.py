@@ -9,8 +9,8 @@ from torch import fx, nn
 from autoshard.building import batch_facts, build_program
 from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages
 from autoshard.capture import example_device, intercept
-from autoshard.compiling import use_by
 from autoshard.config import Config
+from autoshard.parameters import use_by
 from autoshard.planning.cost import Cluster, cluster, cluster_of
 from autoshard.program import Program
 from autoshard.runtime import compat

@@ -16,7 +16,6 @@ from torch import fx
 
 from autoshard.capture import capture, intercept
 from autoshard.cli.arguments import roomier
-from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, search_meshes
 from autoshard.mesh_search.factorisations import Asked, planned_axes
@@ -24,6 +23,7 @@ from autoshard.mesh_search.prices import MeshPrices
 from autoshard.mesh_search.rank_stages import cut_units, joined, pass_seconds, stage_footprint
 from autoshard.mesh_search.search import prices_of
 from autoshard.mesh_search.stages import RankCosts, Scheduled, step_of
+from autoshard.parameters import lowered_dtypes
 from autoshard.planning import Prices
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import Cluster, Machine

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import row_words
 from autoshard.building import ask, batch_facts
 from autoshard.capture import capture, intercept
-from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshPrice, search_meshes
+from autoshard.parameters import lowered_dtypes
 from autoshard.planning import Plan, Prices, plan_graph, with_graph
 from autoshard.planning.cost import Cluster
 from autoshard.planning.estimate import Training

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from autoshard.building.planned import Planned
-from autoshard.compiling import use_by
 from autoshard.config import Config
 from autoshard.errors import CaptureError
+from autoshard.parameters import use_by
 from autoshard.passes import (
     Canonicalize,
     ChunkLoss,

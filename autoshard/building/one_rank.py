@@ -13,17 +13,11 @@ from autoshard.building.fitting import chunk_as_first, fit, remembered_by
 from autoshard.building.local_passes import local_passes, serial_passes, warn_of_no_mean
 from autoshard.building.planned import Planned, Unplanned, choices_made, layout_of, load_plan
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import (
-    DebugWatch,
-    doing,
-    lowered_dtypes,
-    say_stored,
-    settings,
-    traced_microbatch,
-)
+from autoshard.compiling import DebugWatch, doing, settings
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError
 from autoshard.explain import check_strict, explain
+from autoshard.parameters import lowered_dtypes, say_stored, traced_microbatch
 from autoshard.passes import SILENT, Float8Products, GlobalTokenMean, Watch, prepare, rank_program
 from autoshard.planning import Request, is_trained, on_rank, shardable, value
 from autoshard.planning.chunked_loss import chunking_of

@@ -27,7 +27,6 @@ from autoshard.compiling.debugging import (
     settings,
 )
 from autoshard.compiling.inner import check_serving, compile_local, made_ahead
-from autoshard.compiling.parameter_use import lowered_dtypes, say_stored, traced_microbatch, use_by
 from autoshard.compiling.regions import layer_of, parts_of
 from autoshard.compiling.rendering import render
 from autoshard.compiling.stretches import label, symbols, tandem_repeats

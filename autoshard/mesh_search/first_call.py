@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture import capture
-from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config, Precision
 from autoshard.errors import PlanError
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.prices import MeshPrice
 from autoshard.mesh_search.search import search_captured
+from autoshard.parameters import lowered_dtypes
 from autoshard.planning import Plan
 from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime import compat

@@ -21,7 +21,6 @@ from torch import fx, nn
 
 from autoshard.building import Planned, ask, batch_facts
 from autoshard.capture import capture, intercept, of_batch, of_marked_batch
-from autoshard.compiling import lowered_dtypes, say_stored, use_by
 from autoshard.config import Config
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.mesh_search.deep_graphs import Shallow, copied, experts_of, shallow
@@ -37,6 +36,7 @@ from autoshard.mesh_search.factorisations import (
 )
 from autoshard.mesh_search.placements import Placements, within_memory
 from autoshard.mesh_search.prices import MeshPrice, MeshPrices, MeshSearch
+from autoshard.parameters import lowered_dtypes, say_stored, use_by
 from autoshard.planning import Decisions, Plan, Prices, fingerprint
 from autoshard.planning.chunked_loss import chunking_of
 from autoshard.planning.cost import DEFAULT_HARDWARE, Cluster, cluster

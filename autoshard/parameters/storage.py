@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from autoshard.compiling import use_by
 from autoshard.config import Config, axis_sizes
 from autoshard.errors import ConfigError
+from autoshard.parameters.parameter_use import use_by
 from autoshard.planning import Plan
 from autoshard.runtime.agreement import attempt, everyone, from_first, wait_at_most
 from autoshard.runtime.collectives import DATA_AXES, H, I, S, State, data_axes, data_states

@@ -18,13 +18,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard.capture import capture, intercept
-from autoshard.compiling import lowered_dtypes
 from autoshard.config import Config
 from autoshard.mesh_search import MeshSearch, deep_graphs, equal_layers, search_meshes
 from autoshard.mesh_search.deep_graphs import Screened, shallow
 from autoshard.mesh_search.equal_layers import PLANS, Layers, worth_a_plan
 from autoshard.mesh_search.factorisations import Asked, planned_axes
 from autoshard.mesh_search.search import prices_of, search_captured
+from autoshard.parameters import lowered_dtypes
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Training
 from autoshard.runtime import compat

@@ -22,7 +22,6 @@ from autoshard.building import batch_facts, build_program
 from autoshard.building.pipeline import TracedPipeline, build_pipeline, fit_stages
 from autoshard.building.pipeline.stage_memory import StageCount
 from autoshard.capture import capture, intercept
-from autoshard.compiling import lowered_dtypes, use_by
 from autoshard.config import Config, nested
 from autoshard.errors import ConfigError, PlanError
 from autoshard.export.rank_graph.plan import plan_inference
@@ -30,6 +29,7 @@ from autoshard.export.spec import EngineSpec
 from autoshard.mesh_search.factorisations import candidates
 from autoshard.mesh_search.prices import MeshSearch
 from autoshard.mesh_search.search import AXES, search_captured
+from autoshard.parameters import lowered_dtypes, use_by
 from autoshard.passes import WAIT
 from autoshard.planning.cost import cluster
 from autoshard.planning.estimate import Layout, Training, profile, timing

@@ -26,10 +26,10 @@ from autoshard.building.pipeline.program import PipelineProgram, build_pipeline
 from autoshard.building.pipeline.rank import rank_pipeline
 from autoshard.building.pipeline.stage_memory import fit_stages, lines_of_recomputation
 from autoshard.capture import capture, global_fake
-from autoshard.compiling import compile_local, traced_microbatch, use_by
+from autoshard.compiling import compile_local
 from autoshard.config import Config
 from autoshard.errors import ConfigError
-from autoshard.parameters import store_at_home
+from autoshard.parameters import store_at_home, traced_microbatch, use_by
 from autoshard.planning import views_among
 from autoshard.planning.cost import cluster_of, default_bucket_bytes, fill_buckets
 from autoshard.runtime import compat

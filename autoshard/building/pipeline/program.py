@@ -22,9 +22,9 @@ from autoshard.building.pipeline.microbatch import (
 from autoshard.building.pipeline.stages import StagePlan, followed, plan_stages, with_stages
 from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
-from autoshard.compiling import lowered_dtypes, say_stored
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError
+from autoshard.parameters import lowered_dtypes, say_stored
 from autoshard.passes import prepare
 from autoshard.planning import (
     PipelinePlan,
