@@ -8,6 +8,7 @@ from autoshard.runtime.compat.version import probe  # first: it says by name wha
 from autoshard.runtime.compat.aot import (
     Finish,
     ForwardBackward,
+    Graphs,
     JointGraph,
     Short,
     Unequal,

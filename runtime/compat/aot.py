@@ -35,6 +35,10 @@ Doing = Callable[[str], contextlib.AbstractContextManager[Any]]
 """Around a piece of work, which it names to who waits."""
 
 
+Graphs = Sequence[fx.GraphModule]
+"""A forward and a backward."""
+
+
 class Unequal(Exception):
     """Of a `Short` graph: its joint graph does not say what that of the long one is."""
 
@@ -42,11 +46,21 @@ class Unequal(Exception):
 @dataclass(frozen=True)
 class Short:
     """A graph that is traced in the place of a longer one. grow: makes of its joint graph, in
-    place, that of the longer one, or raises `Unequal`. key: what the two differ by, for caches."""
+    place, that of the longer one; or of what a function cuts of its joint graph what it would cut
+    of the longer one's; or raises `Unequal`. key: what the two differ by, for caches."""
 
     module: fx.GraphModule
-    grow: Callable[[fx.Graph], None]
+    grow: Callable[..., Graphs]
     key: str
+
+    def cut(self, joint: fx.GraphModule, cut: Callable[[fx.GraphModule], Graphs]) -> Graphs:
+        """The graphs that `cut` makes of the longer graph's joint one: made of the short one, where
+        nothing is shared out among layers."""
+        with contextlib.suppress(Unequal):
+            if torch._functorch.config.activation_memory_budget == 1:
+                return self.grow(joint.graph, lambda: cut(_copied(joint)))
+        self.grow(joint.graph)
+        return cut(joint)
 
 
 def without_code(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -174,11 +188,11 @@ def forward_backward(
     found: list[ForwardBackward] = []
 
     def partition(joint: fx.GraphModule, args: Any, **options: Any) -> Any:
-        if short is not None:
-            short.grow(joint.graph)
         if joints is not None:
+            if short is not None:
+                short.grow(joint.graph)
             joints[:] = [JointGraph(_copied(joint), cut, options)]
-        found.append(_split(cut, joint, args, options))
+        found.append(_split(cut, joint, args, options, None if joints is not None else short))
         return found[-1].forward, found[-1].backward
 
     def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -217,9 +231,13 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _split(
-    cut: AfterCut, joint: fx.GraphModule, args: Any, options: dict[str, Any]
+    cut: AfterCut,
+    joint: fx.GraphModule,
+    args: Any,
+    options: dict[str, Any],
+    short: Short | None = None,
 ) -> ForwardBackward:
-    forward, backward = _partition(cut, None, joint, args, **options)
+    forward, backward = _partition(cut, short, joint, args, **options)
     output = next(iter(reversed(forward.graph.nodes)))
     kept = output.args[0][options["num_fwd_outputs"] :]
     saved = [n for n in kept if isinstance(n, fx.Node) and not _is_input(n)]
@@ -234,16 +252,27 @@ def _partition(
     of a gathered weight, and so the whole weight, from forward to backward."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    if short is not None:
-        short.grow(joint.graph)
-    for node in joint.graph.find_nodes(op="call_function", target=_transpose):
-        dims = list(range(node.meta["val"].dim()))
-        a, b = node.args[1:3]
-        dims[a], dims[b] = dims[b], dims[a]
-        node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
-    forward, backward = min_cut_rematerialization_partition(joint, args, **options)
+    def in_two(joint: fx.GraphModule) -> Graphs:
+        for node in joint.graph.find_nodes(op="call_function", target=_transpose):
+            dims = list(range(node.meta["val"].dim()))
+            a, b = node.args[1:3]
+            dims[a], dims[b] = dims[b], dims[a]
+            node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
+        return min_cut_rematerialization_partition(joint, args, **options)
+
+    forward, backward = in_two(joint) if short is None else short.cut(joint, in_two)
+    print_late(forward)
+    print_late(backward)
     cut(forward, backward, options["num_fwd_outputs"])
     return forward, backward
+
+
+def print_late(graph: fx.GraphModule) -> None:
+    """Have a module that is read as a graph be printed as code when somebody reads or calls it, as
+    most of those that a compiler gets are, and not after each of our stages."""
+    if type(graph).__bases__ == (fx.GraphModule,):  # each has a class of its own
+        graph.__class__ = type(type(graph).__name__, (_LazyGraphModule,), {})
+    graph.recompile()
 
 
 _transpose = torch.ops.aten.transpose.int

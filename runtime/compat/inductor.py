@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.compat.aot import (
@@ -19,10 +18,12 @@ from autoshard.runtime.compat.aot import (
     CutGraph,
     Doing,
     Finish,
+    Graphs,
     Short,
     is_backward,
     memory_of,
     not_cut,
+    print_late,
     taking_a_list,
 )
 from autoshard.runtime.compat.inductor_artifacts import Once, first_compiles
@@ -84,7 +85,7 @@ def inductor_compile(
         if finish is None:
             with doing(work), in_regions(regions, doing), _unlogged():
                 return compile_fx_inner(graph, inputs, **options)
-        _compiled_late(graph)
+        print_late(graph)
         finish(graph, backward)
         with (
             doing(work),
@@ -102,7 +103,10 @@ def inductor_compile(
     digest = f"{digest}{short and short.key}"
     keys = _cache_keys(gm, digest if fixed is None else f"{digest} {list(fixed)}")
     cached = {"unsafe_marked_cacheable_functions": {**known, **keys}}
-    with config.patch(**cached, **partitioner(gm, cut), **_growing(short, grown)), _unlogged():
+    with (
+        config.patch(**cached, **partitioner(gm, cut, short, grown), **_growing(short, grown)),
+        _unlogged(),
+    ):
         given: Any = gm if short is None else short.module
         _keep_copies(given, fakes)
         given = taking_a_list(given) if takes_list else given
@@ -110,14 +114,6 @@ def inductor_compile(
             given, fakes, inner_compile=inner_compile, config_patches=dict(settings or {})
         )
     return compiled  # type: ignore[no-any-return]
-
-
-def _compiled_late(graph: fx.GraphModule) -> None:
-    """Have a module that Inductor reads as a graph be printed as code when somebody reads or calls
-    it, as most of those that reach Inductor are, and not after each of our stages."""
-    if type(graph).__bases__ == (fx.GraphModule,):  # each has a class of its own
-        graph.__class__ = type(type(graph).__name__, (_LazyGraphModule,), {})
-        graph.recompile()
 
 
 @contextlib.contextmanager
@@ -243,8 +239,9 @@ def _cache_keys(gm: fx.GraphModule, digest: str) -> dict[str, str]:
 
 def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
     """Inductor's settings for a graph that is traced as a short one, with what grows the joint
-    graph: behind Inductor's passes over it, and the passes that are set there come after; in front
-    of all where it draws, whose draws Inductor numbers. grown: gets an entry then.
+    graph: in front of all passes over it where it draws, whose draws Inductor numbers; behind those
+    of Inductor where others are set, or another partitioner, which come after. Else what is cut of
+    it grows. grown: gets an entry.
 
     Only a class with a `uuid` lets Inductor cache what it compiles.
     """
@@ -254,7 +251,7 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    grow = short.grow
+    grow, cuts = short.grow, config.custom_partitioner_fn is not None
 
     class Grow(CustomGraphPass):
         def __init__(self, name: str) -> None:
@@ -264,7 +261,8 @@ def _growing(short: Short | None, grown: list[bool]) -> dict[str, Any]:
             self.passes = theirs if several else [theirs] * (theirs is not None)
 
         def __call__(self, graph: fx.Graph) -> None:
-            if not grown and (not self.first or any(map(_draws, graph.nodes))):
+            others = cuts or self.passes
+            if not grown and (any(map(_draws, graph.nodes)) if self.first else others):
                 stable_topological_sort(graph)
                 grow(graph)
                 grown.append(True)
@@ -291,12 +289,18 @@ def _draws(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in (aten.rand, aten.randn, aten.randint)
 
 
-def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
+def partitioner(
+    gm: fx.GraphModule,
+    after: AfterCut,
+    short: Short | None = None,
+    grown: list[bool] | None = None,
+) -> dict[str, Any]:
     """Inductor's settings for a graph that is cut: the partitioner that it has, and what comes
-    `after` it."""
+    `after` it. short, grown: see `_growing`; it gets an entry where that did not."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     theirs: Any = config.custom_partitioner_fn
     hosted = any(node.meta.get("custom", {}).get(HOST) for node in gm.graph.nodes)
@@ -310,7 +314,18 @@ def partitioner(gm: fx.GraphModule, after: AfterCut) -> dict[str, Any]:
                 if hosted and is_backward(node):
                     node.meta.pop("recompute", None)
             cut: Any = theirs or min_cut_rematerialization_partition
-            forward, backward = cut(gm, joint_inputs, **options)
+
+            def in_two(gm: fx.GraphModule) -> Graphs:
+                return cut(gm, joint_inputs, **options)  # type: ignore[no-any-return]
+
+            if short is None or grown is None or grown:
+                forward, backward = in_two(gm)
+            else:
+                grown.append(True)
+                stable_topological_sort(gm.graph)
+                forward, backward = short.cut(gm, in_two)
+            print_late(forward)
+            print_late(backward)
             after(forward, backward, options["num_fwd_outputs"])
             return forward, backward
 
