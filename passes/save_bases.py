@@ -36,26 +36,30 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, results: int) 
     if not views:
         return 0
     graph = backward.graph
+    at, gone = {node: i for i, node in enumerate(kept)}, set[fx.Node]()
     given = {node.name: node for node in graph.find_nodes(op="placeholder")}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for view, chain in views.items():
         for size in {size: None for one in chain for size in one.all_input_nodes[1:]}:
             if size.name not in given:  # sizes are the last of what is kept
-                with graph.inserting_after(given[kept[-1].name]):
+                last = next(one for one in reversed(kept) if one not in gone)
+                with graph.inserting_after(given[last.name]):
                     given[size.name] = _placeholder(graph, size)
+                at[size] = len(kept)
                 kept.append(size)
         source, place = chain[0].all_input_nodes[0], given[view.name]
-        if source in kept:
-            kept.remove(view)
+        if source in at:
+            gone.add(view)
         else:
             with graph.inserting_before(place):
                 given[source.name] = _placeholder(graph, source)
-            kept[kept.index(view)] = source
+            at[source] = at[view]
+            kept[at[view]] = source
         if place.users:  # where it is read first: layers that were equal still are
             first = min(place.users, key=order.__getitem__)
             place.replace_all_uses_with(_anew(chain, first, given))
         graph.erase_node(place)
-    output.args = ((*outputs[:results], *kept),)
+    output.args = ((*outputs[:results], *(one for one in kept if one not in gone)),)
     for one in reversed(list(dict.fromkeys(one for chain in views.values() for one in chain))):
         if not one.users:
             forward.graph.erase_node(one)

@@ -16,6 +16,7 @@ layers 1 and 2 alike.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -377,18 +378,18 @@ class Growth:
 
 
 def _compute_late(graph: fx.Graph, again: Collection[fx.Node]) -> None:
-    """Put what is computed `again` in front of what reads it first."""
-    done: set[fx.Node] = set()
-    order: list[fx.Node] = []
+    """Put what is computed `again` in front of what reads it first, all parts of it."""
+    order: dict[fx.Node, None] = {}
     for node in graph.nodes:
         todo = [] if node in again else [node]
         while todo:
-            missing = [read for read in todo[-1].all_input_nodes if read not in done]
+            missing = [read for read in todo[-1].all_input_nodes if read not in order]
             todo += reversed(missing)
-            if not missing and (first := todo.pop()) not in done:
-                done.add(first)
-                order.append(first)
-    for one, other in zip(order, order[1:]):
+            if not missing:
+                order.setdefault(first := todo.pop())
+                parts = (user for user in first.users if user.target is operator.getitem)
+                order.update(dict.fromkeys(part for part in parts if part in again))
+    for one, other in itertools.pairwise(order):
         if one.next is not other:
             one.append(other)
 
