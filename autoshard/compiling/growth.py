@@ -30,7 +30,8 @@ SECOND = 2
 """The layer that is copied."""
 
 _STACKS = {"nn_module_stack", "source_fn_stack", "fwd_nn_module_stack", "fwd_source_fn_stack"}
-_OF_ORIGIN = {"stack_trace", "torch_fn", "recompute", "ac_graph_id"} | _STACKS  # see `_copy`
+_CHOSEN = ("recompute", "ac_graph_id")  # which operators of some layers alone may have
+_OF_ORIGIN = {"stack_trace", "torch_fn", *_CHOSEN} | _STACKS  # see `_copy`
 
 
 class LayerPlace(NamedTuple):
@@ -343,6 +344,10 @@ class Growth:
                 own = key.removeprefix("fwd_")
                 if made.meta[key] == theirs.meta.get(own):
                     made.meta[key] = mine.meta.get(own)
+            for key in () if is_backward(node) else _CHOSEN:
+                if made.meta.get(key) == theirs.meta.get(key):
+                    made.meta.pop(key, None)
+                    made.meta.update({key: mine.meta[key]} if key in mine.meta else {})
             gone = theirs.meta.get("custom", {})
             rest = {k: v for k, v in node.meta["custom"].items() if k not in gone}
             made.meta["custom"] = {**mine.meta.get("custom", {}), **rest}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.compiling.repeats import shortened, tensors_of, traced
-from autoshard.compiling.stretches import described
+from autoshard.compiling.stretches import described, label, tandem_repeats
 from autoshard.program import Program
 from autoshard.runtime.compat import (
     Short,
@@ -148,6 +149,9 @@ def assert_equal(whole: fx.Graph, grown: fx.Graph, numbered: bool = True) -> Non
         assert one.op == other.op and one.meta.keys() == other.meta.keys(), (one, other)
         assert one.op in ("placeholder", "output") or one.target == other.target, (one, other)
         assert described(one.meta.get("val"), True) == described(other.meta.get("val"), True)
+        if one.op == "output":  # what is kept for backward, which Inductor reads
+            kinds = [[*map(type, node.meta.get("desc") or ())] for node in (one, other)]
+            assert kinds[0] == kinds[1]
         for key in TOLD:
             assert str(one.meta.get(key)) == str(other.meta.get(key)), (key, one, other)
         if numbered and "seq_nr" in one.meta:  # sums of gradients are of no operator of forward's
@@ -194,6 +198,11 @@ def check(program: Program, cut: bool = True) -> None:
     assert cuts == ([True] if cut else [False, False])
 
 
+def operators_of(program: Program) -> list[fx.Node]:
+    nodes = program.graph_module.graph.nodes
+    return [node for node in nodes if node.op not in ("placeholder", "output")]
+
+
 MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
 
 
@@ -223,6 +232,33 @@ def test_traced_whole(options: dict[str, int]) -> None:
 def test_gradients_that_are_accumulated_in_inputs_are_traced_whole() -> None:
     program = stacked(front=True)({"dp_shard": 2}, microbatch=ACCUMULATE, zero=1)
     assert shortened(program.graph_module) is None
+
+
+def test_layers_of_which_some_are_computed_again() -> None:
+    """Copies are those of one layer, so that only the joint graph grows."""
+    program = stacked(front=True, layers=10)({"tp": 2})
+    run = tandem_repeats([label(node) for node in operators_of(program)])[0]
+    start, period, count = run
+    assert count == 10
+    for node in operators_of(program)[start + 5 * period : start + 7 * period]:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = 1
+    check(program, cut=False)
+
+
+def test_what_has_a_budget_of_kept_bytes_is_cut_of_all_layers() -> None:
+    gm = fx.symbolic_trace(nn.Identity())
+    asked: list[bool] = []
+
+    def grow(joint: fx.Graph, cut: Any = None) -> Any:
+        asked.append(cut is not None)
+        return () if cut is None else cut()
+
+    short = Short(gm, grow, "")
+    for budget in (1, 0.5):
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            assert len(short.cut(gm, lambda joint: (joint, joint))) == 2
+    assert asked == [True, False]
 
 
 def test_where_the_joint_graph_is_not_that_of_equal_layers() -> None:
