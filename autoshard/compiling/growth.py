@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.compiling.stretches import described
+from autoshard.compiling.stretches import described, tensors_of, writes
 from autoshard.runtime.compat import Unequal, fake_in, is_backward, storage_key
 
 SECOND = 2
@@ -53,7 +53,7 @@ class EqualLayers(NamedTuple):
     own: Sequence[Sequence[fx.Node]]
 
 
-class Layout:
+class JointLayers:
     """Where the layers of one run lie in a joint graph. By name, as a node has one name there and
     in the graphs that are cut of it; copies are named by their layers.
 
@@ -79,8 +79,8 @@ class Layout:
             for i, each in enumerate(own):
                 self.place[inputs[each].name] = LayerPlace(k, None, i)
         results: Any = joint.output_node().args[0]
-        primals = [n for n in joint.find_nodes(op="placeholder") if "primals" in n.name]
-        self.outputs = len(results) - len(primals)  # results in front of the gradients
+        primals = sum("primals" in n.name for n in joint.find_nodes(op="placeholder"))
+        self.outputs = len(results) - primals  # results in front of the gradients
         nodes = [n for n in joint.nodes if n.op not in ("placeholder", "output")]
         above, below = self._lay_out(nodes)
         positions = [order[node.name] for node in nodes]
@@ -140,7 +140,7 @@ class Growth:
     forward that was cut of it, or, with the growth of that, the backward."""
 
     def __init__(
-        self, layout: Layout, graph: fx.Graph, cut: bool = False, forward: Growth | None = None
+        self, layout: JointLayers, graph: fx.Graph, cut: bool = False, forward: Growth | None = None
     ) -> None:
         self.layout, self.graph, self.cut, self.forward = layout, graph, cut, forward
         self.place = {n: layout.place[n.name] for n in graph.nodes if n.name in layout.place}
@@ -397,15 +397,3 @@ def _compute_late(graph: fx.Graph, again: Collection[fx.Node]) -> None:
     for one, other in itertools.pairwise(order):
         if one.next is not other:
             one.append(other)
-
-
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fakes of what a node makes."""
-    val = node.meta.get("val")
-    values = val if isinstance(val, (list, tuple)) else (val,)
-    return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-def writes(target: Any) -> bool:
-    """Whether an operator writes to what it reads."""
-    return hasattr(target, "_schema") and target._schema.is_mutable

@@ -25,16 +25,15 @@ import torch
 from torch import fx
 
 from autoshard.compiling.debugging import EQUAL_LAYERS, settings
-from autoshard.compiling.growth import (
-    ELSEWHERE,
-    SECOND,
-    EqualLayers,
-    Growth,
-    Layout,
+from autoshard.compiling.growth import ELSEWHERE, SECOND, EqualLayers, Growth, JointLayers
+from autoshard.compiling.stretches import (
+    described,
+    label,
+    symbols,
+    tandem_repeats,
     tensors_of,
     writes,
 )
-from autoshard.compiling.stretches import described, label, symbols, tandem_repeats
 from autoshard.runtime.compat import Graphs, Short, Unequal, real_tensors
 from autoshard.runtime.graph_meta import COPY, HOST, PENDING_INPUTS
 
@@ -81,7 +80,7 @@ def shortened(gm: fx.GraphModule) -> Short | None:
         marks = {n.name: n.meta.get("custom", {}).get(COPY) for n in joint.nodes}
         origin = {name: nodes[mark] for name, mark in marks.items() if mark is not None}
         order = {node.name: i for i, node in enumerate(joint.nodes)}
-        layouts = [Layout(joint, dict(zip(given, inputs)), origin, order, run) for run in runs]
+        layouts = [JointLayers(joint, dict(zip(given, inputs)), origin, order, run) for run in runs]
         made = () if cut is None else cut()
         with real_tensors():
             for layout in layouts:

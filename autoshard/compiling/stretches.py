@@ -199,6 +199,18 @@ def described(val: Any, where: bool) -> str:
     return f"{type(val).__name__} {val}"
 
 
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fakes of what a node makes."""
+    val = node.meta.get("val")
+    values = val if isinstance(val, (list, tuple)) else (val,)
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def writes(target: Any) -> bool:
+    """Whether an operator writes to what it reads."""
+    return hasattr(target, "_schema") and target._schema.is_mutable
+
+
 def _cost(node: fx.Node) -> int:
     """Of a cut that a value crosses: its bytes; more than any of what is best not cut."""
     val = node.meta.get("val")

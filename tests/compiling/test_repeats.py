@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autoshard.compiling.repeats import shortened, tensors_of, traced
-from autoshard.compiling.stretches import described, label, tandem_repeats
+from autoshard.compiling.repeats import shortened, traced
+from autoshard.compiling.stretches import described, label, tandem_repeats, tensors_of
 from autoshard.program import Program
 from autoshard.runtime.compat import (
     Short,
@@ -206,7 +206,9 @@ def operators_of(program: Program) -> list[fx.Node]:
 MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "mesh", [*MESHES[:2], pytest.param(MESHES[2], marks=pytest.mark.slow)], ids=str
+)
 def test_layers_that_read_one_value(mesh: dict[str, int]) -> None:
     """Its gradient is summed up from layer to layer."""
     check(stacked(front=True)(mesh))
