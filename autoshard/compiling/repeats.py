@@ -17,6 +17,7 @@ that write, or have graphs of their own; what is interleaved so that two layers 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -82,19 +83,18 @@ def shortened(gm: fx.GraphModule) -> Short | None:
         order = {node.name: i for i, node in enumerate(joint.nodes)}
         layouts = [JointLayers(joint, dict(zip(given, inputs)), origin, order, run) for run in runs]
         made = () if cut is None else cut()
+        graphs = [each.graph for each in made] or [joint]
         with real_tensors():
             for layout in layouts:
                 grown = None
-                for graph in (each.graph for each in made) if made else (joint,):
+                for graph in graphs:
                     grown = Growth(layout, graph, bool(made), grown)
                     grown.grow()
-        for graph in (each.graph for each in made) if made else (joint,):
-            for node in graph.nodes:
-                custom = node.meta.get("custom", {})
-                if COPY in custom:
-                    rest = {k: v for k, v in custom.items() if k != COPY}
-                    del node.meta["custom"]
-                    node.meta.update({"custom": rest} if rest else {})
+        for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+            if COPY in node.meta.get("custom", {}):
+                custom = {k: v for k, v in node.meta.pop("custom").items() if k != COPY}
+                if custom:
+                    node.meta["custom"] = custom
         return made
 
     key = str([[number[node] for node in each] for each in firsts])

@@ -260,10 +260,22 @@ def _partition(
             node.target, node.args = torch.ops.aten.permute.default, (node.args[0], dims)
         return min_cut_rematerialization_partition(joint, args, **options)
 
-    forward, backward = in_two(joint) if short is None else short.cut(joint, in_two)
+    return cut_in_two(joint, in_two, cut, options["num_fwd_outputs"], short)
+
+
+def cut_in_two(
+    joint: fx.GraphModule,
+    partition: Callable[[fx.GraphModule], Graphs],
+    after: AfterCut,
+    results: int,
+    short: Short | None,
+) -> Graphs:
+    """What `partition` makes of a joint graph, or of a `short` one's and the layers that it lacks;
+    and what comes `after`. results: the forward's, in front of what is kept for backward."""
+    forward, backward = partition(joint) if short is None else short.cut(joint, partition)
     print_late(forward)
     print_late(backward)
-    cut(forward, backward, options["num_fwd_outputs"])
+    after(forward, backward, results)
     return forward, backward
 
 

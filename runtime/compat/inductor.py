@@ -20,6 +20,7 @@ from autoshard.runtime.compat.aot import (
     Finish,
     Graphs,
     Short,
+    cut_in_two,
     is_backward,
     memory_of,
     not_cut,
@@ -318,16 +319,11 @@ def partitioner(
             def in_two(gm: fx.GraphModule) -> Graphs:
                 return cut(gm, joint_inputs, **options)  # type: ignore[no-any-return]
 
-            if short is None or grown is None or grown:
-                forward, backward = in_two(gm)
-            else:
+            grows = None if grown else short
+            if grows is not None and grown is not None:
                 grown.append(True)
                 stable_topological_sort(gm.graph)
-                forward, backward = short.cut(gm, in_two)
-            print_late(forward)
-            print_late(backward)
-            after(forward, backward, options["num_fwd_outputs"])
-            return forward, backward
+            return cut_in_two(gm, in_two, after, options["num_fwd_outputs"], grows)
 
         def uuid(self) -> Any:
             return key
