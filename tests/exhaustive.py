@@ -5,8 +5,8 @@ after a change to what one is about (`make test-exhaustive ARGS="-k mixture"`).
 
 A share of them is drawn for CI by the commit, another at each: a third of the models that README
 lists and no other row holds, and `OTHERS` of all the rest. Of the slow tests that are not among
-them CI draws a share as well (`share_of`), so that each is run within a few landings and CI ends in
-time on a machine that has other things to do; AUTOSHARD_ROWS=all runs them all.
+them CI draws a share as well (`share_of`), another at each landing, so that it ends in time on a
+slow machine that has other things to do; AUTOSHARD_ROWS=all runs them all.
 """
 
 from __future__ import annotations
@@ -105,11 +105,10 @@ LISTED = "tests/training/test_backend.py::test_other_models"
 SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
-#: The share of the other slow tests that CI runs, and of those of one file.
-SHARE_OF_SLOW = 0.15
-SHARES = {"training/test_scenarios.py": 0.15}
+#: The share of the other slow tests that CI runs.
+SHARE_OF_SLOW = 0.1
 #: Quick tests of many like rows, or of half a minute and more: two thirds of the seconds of a whole
-#: run. CI runs a share of them, drawn row by row, so that each is run within a few landings.
+#: run. CI runs a share of them, drawn row by row, another at each landing.
 QUICK = {
     "building/test_awaited_gradients.py": {"test_three_steps_are_serial_ones"},
     "building/test_chosen_pipelines.py": {"test_steps_of_chosen_stages"},
@@ -256,7 +255,7 @@ QUICK = {
     },
     "weights/test_live_weights.py": {"test_from_two_processes_to_two_others"},
 }
-SHARE_OF_QUICK = 0.3
+SHARE_OF_QUICK = 0.2
 EVERY = "all"
 _ID = re.compile(r"tests/(?P<file>[^:]+)::(?P<test>\w+)(?:\[(?P<row>.*\]))?$")
 
@@ -275,7 +274,7 @@ def share_of(test: str, slow: bool = True) -> float:
     if found is None:
         return 1.0
     if slow:
-        return SHARES.get(found["file"], SHARE_OF_SLOW)
+        return SHARE_OF_SLOW
     return SHARE_OF_QUICK if found["test"] in QUICK.get(found["file"], ()) else 1.0
 
 

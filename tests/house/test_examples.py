@@ -43,7 +43,7 @@ def run(name: str, *options: str, processes: int = 2, **environment: str) -> str
         env={**os.environ, **environment},
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
