@@ -127,8 +127,8 @@ HOST = "autoshard_host"
 """bool: a value that the plan keeps in the host's memory for backward. `set_fate`; keep_on_host."""
 
 COPY = "autoshard_copy"
-"""int: the number of the operator in the graph that AOTAutograd traces the short form of; gone when
-the joint graph is whole. compiling.repeats; compiling.repeats."""
+"""int: the number of the operator in the graph of which the short form is traced; gone when what
+was traced is whole. capture.five_layers; capture.five_layers."""
 
 NO_GRAD = "autoshard.no_grad"
 """bool: the node was made inside a no_grad region; gone when capture returns. capture; capture."""

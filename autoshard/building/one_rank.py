@@ -13,7 +13,7 @@ from autoshard.building.fitting import chunk_as_first, fit, remembered_by
 from autoshard.building.local_passes import local_passes, serial_passes, warn_of_no_mean
 from autoshard.building.planned import Planned, Unplanned, choices_made, layout_of, load_plan
 from autoshard.capture import capture, guard_divisible
-from autoshard.compiling import DebugWatch, doing, settings
+from autoshard.compiling import EQUAL_LAYERS, DebugWatch, doing, settings
 from autoshard.config import Config, Precision
 from autoshard.errors import ConfigError
 from autoshard.explain import check_strict, explain
@@ -75,7 +75,8 @@ def build_program(
         with doing("capture"):
             parameters = [one.real for one in inputs if isinstance(one.real, nn.Parameter)]
             stored = all(map(is_planned, parameters))  # by an earlier graph
-            captured = capture(gm, example_inputs, dtypes, inference=stored)
+            every = EQUAL_LAYERS in settings().left_out
+            captured = capture(gm, example_inputs, dtypes, inference=stored, whole=every)
     else:
         captured = prepared
     say_stored(captured, inputs, config)

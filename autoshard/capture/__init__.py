@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from autoshard.capture.five_layers import (
+    equal_layers,
+    layouts_of,
+    short_form,
+    unmark,
+)
+from autoshard.capture.growth import EqualLayers, Growth
 from autoshard.capture.guards import guard_divisible
 from autoshard.capture.interception import (
     device_type,
@@ -10,5 +17,13 @@ from autoshard.capture.interception import (
     of_batch,
     of_marked_batch,
 )
-from autoshard.capture.interpreter import execution
 from autoshard.capture.serial_graph import capture, global_fake
+from autoshard.capture.subgraphs import execution
+from autoshard.capture.tandem import (
+    described,
+    label,
+    symbols,
+    tandem_repeats,
+    tensors_of,
+    writes,
+)

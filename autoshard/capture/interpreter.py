@@ -1,24 +1,23 @@
 """The interpreter behind `capture`: runs Dynamo's graph node by node under the tracing modes.
 
 It gives a meaning to what an ATen trace cannot hold: grad-mode and autocast regions (kept as
-state, no nodes), checkpointed regions (inlined and tagged) and opaque higher-order operators.
+state, no nodes) and opaque higher-order operators.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.capture.autocast import AutocastMode
 from autoshard.capture.memories import Names, Slot, unwrap
+from autoshard.capture.subgraphs import REGION_TAGS, RegionPolicy
 from autoshard.runtime import compat
 from autoshard.runtime.compat import FunctionalTensor
 from autoshard.runtime.errors import CaptureError, source_line
@@ -29,21 +28,10 @@ from autoshard.runtime.randomness import region
 IDENTITY_TARGETS: set[Callable[..., Any]] = {unshard_parameter}
 """Functions of one tensor that capture reads as the identity."""
 
-# name -> index of the subgraph's first operand in the node's arguments
-_INLINED = {
-    "tag_activation_checkpoint": 1,
-    "wrap_activation_checkpoint": 1,
-    "invoke_subgraph": 2,
-    "wrap": 1,
-}
-_CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-
 # They write into their operands, which a functional graph cannot hold.
 _MUTATING = ("triton_kernel_wrapper_mutation", "auto_functionalized", "auto_functionalized_v2")
 
 _DETACHING = (torch.detach, compat.GET_DATA, "detach")
-
-_REGION = itertools.count(1)
 
 
 class Hop(NamedTuple):
@@ -68,35 +56,17 @@ class Extra(NamedTuple):
     constant: str | None
 
 
-def subgraph(gm: torch.nn.Module, node: fx.Node) -> fx.GraphModule:
-    """The GraphModule that a get_attr node names."""
-    return operator.attrgetter(str(node.target))(gm)  # type: ignore[no-any-return]
-
-
-def execution(gm: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Every node in the order of its execution, inlined subgraphs included."""
-    for node in gm.graph.nodes:
-        yield gm, node
-        if is_inlined(node) and isinstance(node.args[0], fx.Node):
-            yield from execution(subgraph(gm, node.args[0]))
-
-
-def is_inlined(node: fx.Node) -> bool:
-    """Whether a node is a higher-order operator whose subgraph is traced through."""
-    return isinstance(node.target, HigherOrderOperator) and node.target.name() in _INLINED
-
-
 def extras(gm: fx.GraphModule) -> list[Extra]:
     """The extra inputs that the trace of `gm` needs, in the order in which it meets them."""
     found: list[Extra] = []
-    for owner, node in execution(gm):
+    for node in gm.graph.nodes:
         if node.op == "get_attr":
-            value: Any = subgraph(owner, node)
+            value: Any = operator.attrgetter(str(node.target))(gm)
             if isinstance(value, torch.Tensor):
                 found.append(Extra(value, str(node.target).replace(".", "_")))
         elif node.target is torch.tensor and not node.all_input_nodes and not is_scalar(node.args):
             found.append(Extra(torch.tensor(*node.args, **node.kwargs), node.name))
-        elif isinstance(node.target, HigherOrderOperator) and not is_inlined(node):
+        elif isinstance(node.target, HigherOrderOperator):
             values, _ = _opaque_values(node)
             found += [Extra(value, None) for value in values]
     return found
@@ -125,7 +95,7 @@ def _opaque_values(node: fx.Node) -> tuple[list[Any], bool]:
 
 
 class Interpreter(fx.Interpreter):
-    """Runs one GraphModule; the nested one of an inlined region shares `state`."""
+    """Runs a graph without inlined subgraphs."""
 
     def __init__(self, gm: fx.GraphModule, state: TraceState) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -161,8 +131,6 @@ class Interpreter(fx.Interpreter):
         if region := _REGIONS.get(target):
             return region(state, args)
         if isinstance(target, HigherOrderOperator):
-            if target.name() in _INLINED:
-                return self._inline(target.name(), args)
             return state.opaque(args, kwargs)
         return super().call_function(target, args, kwargs)
 
@@ -198,42 +166,21 @@ class Interpreter(fx.Interpreter):
                 )
         return x.copy_(x.detach())
 
-    def _inline(self, name: str, args: Any) -> Any:
-        body, operands = args[0], args[_INLINED[name] :]
-        state = self.state
-        outer = state.region
-        if name in _CHECKPOINTS:
-            state.region = next(_REGION)
-            if policy := _policy(body):
-                state.policies[state.region] = policy
-        try:
-            return Interpreter(body, state).run(*operands)
-        finally:
-            state.region = outer
-
-
-def _policy(body: fx.GraphModule) -> Callable[..., Any] | None:
-    context_fn = body.meta.get("_checkpoint_context_fn")
-    if context_fn is None:
-        return None
-    forward, _ = context_fn()
-    policy: Callable[..., Any] | None = getattr(forward, "policy_fn", None)
-    return policy
-
 
 class TraceState:
     """The state of a trace at its present node.
 
     extra: values of `extras(gm)`, consumed in order. grad: the grad mode at the graph's start, and
-    at the present node; trains: whether it was on at the start.
+    at the present node; trains: whether it was on at the start. policies: of checkpointed regions.
     """
 
-    def __init__(self, mode: AutocastMode, extra: list[Any], grad: bool) -> None:
+    def __init__(
+        self, mode: AutocastMode, extra: list[Any], grad: bool, policies: Mapping[int, RegionPolicy]
+    ) -> None:
         self.mode = mode
         self.grad = grad
         self.random_states: list[str] = []  # of the `rng.fork` blocks around the node
-        self.region: int | None = None  # ids increase, as torch's partitioner needs
-        self.policies: dict[int, Callable[..., Any]] = {}
+        self.policies = policies
         self.hops: list[Hop] = []
         self.extra_outputs: list[Any] = []
         self.names = Names(self.output)
@@ -254,16 +201,15 @@ class TraceState:
         """
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         operands = [x for x in leaves if isinstance(x, FunctionalTensor)]
-        self.names.read(operands)
         meta = fx.traceback.get_current_meta()  # tracing copies it onto every node
+        tags = {key: meta.pop(key) for key in REGION_TAGS if key in meta}
+        self.names.read(operands)
         before = dict(meta)
         if self.is_hidden:
             meta["custom"] = {**meta.get("custom", {}), NO_GRAD: True}
         if self.random_states:
             meta["custom"] = {**meta.get("custom", {}), RANDOM_STATE: self.random_states[-1]}
-        if self.region is not None:
-            meta["ac_graph_id"] = self.region
-            meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        meta |= tags
         result = run()
         detaches, hidden = self.node.target in _DETACHING, self.trains and self.is_hidden
         result = self.names.name(operands, result, detaches, hidden)
@@ -327,4 +273,4 @@ _REGIONS: dict[Any, Callable[[TraceState, Any], Any]] = {
 
 def turns_grad_on(gm: fx.GraphModule) -> bool:
     """Whether some node of `gm` enables gradients."""
-    return any(node.target is compat.SET_GRAD and node.args[0] is True for _, node in execution(gm))
+    return any(node.target is compat.SET_GRAD and node.args[0] is True for node in gm.graph.nodes)

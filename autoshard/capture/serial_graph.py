@@ -9,7 +9,7 @@ What tracing cannot express is made explicit here:
 
 - no_grad regions become `aten.detach` of the values that enter them;
 - autocast, in the graph or around the call, becomes casts (autocast.py);
-- checkpointed regions are inlined, their nodes tagged as torch's partitioner reads them;
+- checkpointed regions are inlined, their nodes tagged (subgraphs.py);
 - mutation of an input becomes an additional output;
 - higher-order operators that have no ATen form (a custom autograd.Function, flex_attention)
   stay as one opaque node that holds Dynamo's own subgraphs.
@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoshard.capture import autocast
+from autoshard.capture.five_layers import captured_by_layers
 from autoshard.capture.interpreter import (
     Extra,
     Interpreter,
@@ -38,6 +39,7 @@ from autoshard.capture.interpreter import (
     unwrap,
 )
 from autoshard.capture.rebuild import Rebuild, Seen
+from autoshard.capture.subgraphs import RegionPolicy, inline_subgraphs
 from autoshard.capture.transforms import inline_transforms
 from autoshard.runtime import compat
 from autoshard.runtime.compat import (
@@ -59,6 +61,7 @@ def capture(
     example_inputs: Sequence[Any],
     dtypes: Mapping[int, torch.dtype] | None = None,
     inference: bool = False,
+    whole: bool = False,
 ) -> fx.GraphModule:
     """The functional ATen graph of Dynamo's `gm`, one placeholder for each of its placeholders.
 
@@ -68,6 +71,7 @@ def capture(
     inference: with gradients off around the call, and in all of the model, the graph is captured as
     one that has none; else it says what training needs, so that a model that is evaluated first
     is stored as one that is trained.
+    whole: all of equal layers are traced, and not five.
 
     The result has, on every node, `meta["val"]` (fake value, serial shape) and, where that is a
     tensor or holds tensors, `meta[DIFF]`: whether a gradient can flow to it. On the module:
@@ -82,6 +86,21 @@ def capture(
     Grad mode, autocast, inference mode and random state are as before when it returns or raises.
     Raises CaptureError.
     """
+    gm, policies = inline_subgraphs(gm)
+
+    def trace(gm: fx.GraphModule) -> fx.GraphModule:
+        return _capture(gm, policies, example_inputs, dtypes, inference)
+
+    return trace(gm) if whole else captured_by_layers(gm, policies, trace)
+
+
+def _capture(
+    gm: fx.GraphModule,
+    policies: Mapping[int, RegionPolicy],
+    example_inputs: Sequence[Any],
+    dtypes: Mapping[int, torch.dtype] | None,
+    inference: bool,
+) -> fx.GraphModule:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     given = list(example_inputs) + [None] * (len(placeholders) - len(example_inputs))
     found = [node.meta.get("example_value", example) for node, example in zip(placeholders, given)]
@@ -98,7 +117,7 @@ def capture(
         ]
         gm = inline_transforms(gm, inputs, mode)
         extra = extras(gm)
-        traced, seen = _trace(gm, inputs, extra, mode, grad=not literal)
+        traced, seen = _trace(gm, policies, inputs, extra, mode, grad=not literal)
         _refuse_aliases(placeholders, inputs, seen.mutated)
         result = Rebuild(gm, traced, seen, inputs, extra).run()
     outputs = result.graph.output_node().all_input_nodes
@@ -155,7 +174,13 @@ def _plain(
 
 
 def _trace(
-    gm: fx.GraphModule, inputs: list[Any], extra: list[Extra], fake: FakeTensorMode, *, grad: bool
+    gm: fx.GraphModule,
+    policies: Mapping[int, RegionPolicy],
+    inputs: list[Any],
+    extra: list[Extra],
+    fake: FakeTensorMode,
+    *,
+    grad: bool,
 ) -> tuple[fx.GraphModule, Seen]:
     ambient = autocast.ambient()
     seen: list[Seen] = []
@@ -172,7 +197,7 @@ def _trace(
                 if isinstance(v, torch.Tensor) and v.requires_grad and v.is_leaf
             )
             own = wrapped[: len(inputs)]
-            state = TraceState(mode, wrapped[len(inputs) :], grad)
+            state = TraceState(mode, wrapped[len(inputs) :], grad, policies)
             outputs = pytree.tree_leaves(Interpreter(gm, state).run(*own))
             mutated = tuple(
                 i

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.capture import label, symbols, tandem_repeats
 from autoshard.compiling.any_rank import is_for_any_rank
 from autoshard.compiling.backward_cut import (
     BackwardCut,
@@ -29,5 +30,4 @@ from autoshard.compiling.debugging import (
 from autoshard.compiling.inner import check_serving, compile_local, made_ahead
 from autoshard.compiling.regions import layer_of, parts_of
 from autoshard.compiling.rendering import render
-from autoshard.compiling.stretches import label, symbols, tandem_repeats
 from autoshard.compiling.watching import watched

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.compiling.stretches import PartsInOrder, described, label, symbols
+from autoshard.capture import described, label, symbols
+from autoshard.compiling.stretches import PartsInOrder
 from autoshard.passes import ALL_REDUCE, COLLECTIVES, aten, module_path, waits_of
 from autoshard.planning import is_view, packet
 

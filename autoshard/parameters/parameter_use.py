@@ -68,7 +68,7 @@ def traced_microbatch(gm: fx.GraphModule) -> str:
     """
     said = {
         node.args[1]
-        for _, node in execution(gm)
+        for node in execution(gm)
         if node.op == "call_function" and node.target is unshard_parameter and len(node.args) > 1
     }
     if ACCUMULATE in said and len(said) > 1:

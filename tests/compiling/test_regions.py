@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autoshard.capture import tandem_repeats
 from autoshard.compiling.regions import GraphPart, parts_of
-from autoshard.compiling.stretches import tandem_repeats
 from autoshard.passes import COLLECTIVES
 from autoshard.program import Program
 from autoshard.runtime.compat.inductor_regions import compile_parts, in_regions

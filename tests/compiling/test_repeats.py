@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autoshard.capture import described, label, tandem_repeats, tensors_of
 from autoshard.compiling.repeats import shortened, traced
-from autoshard.compiling.stretches import described, label, tandem_repeats, tensors_of
 from autoshard.program import Program
 from autoshard.runtime.compat import (
     Short,
@@ -22,12 +22,9 @@ from autoshard.runtime.compat import (
     storage_key,
 )
 from autoshard.runtime.parameters import ACCUMULATE
-from model_case import Batch, seq2seq, tokens
-from models_hf import DECODER, hf, llama
+from models_hf import DEEP, DEEP_MODELS, loss_of
 from models_plain import GatedLayer
 from traced import builder
-
-DEEP = 8
 
 
 class Stack(nn.Module):
@@ -58,53 +55,9 @@ class Stack(nn.Module):
         return x.square().mean() if self.kept is None else (x * values[self.kept]).mean()
 
 
-def loss_of(model: nn.Module) -> nn.Module:
-    """A Hugging Face model as a function to its loss."""
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model.train()
-            model.loss_type = "ForCausalLM"  # GPT-2's is None, with a warning that breaks the graph
-
-        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = self.model(**batch).loss
-            return loss
-
-    return Loss()
-
-
-def checkpointed() -> nn.Module:
-    model: Any = llama(num_hidden_layers=DEEP)()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    return model  # type: ignore[no-any-return]
-
-
-GPT2 = {"n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 128}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
-T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
-    "llama": (llama(num_hidden_layers=DEEP), tokens),
-    "checkpointed": (checkpointed, tokens),
-    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **GPT2), tokens),
-    "t5": (hf("T5ForConditionalGeneration", "T5Config", num_layers=DEEP, **T5), seq2seq),
-    "mixtral": (
-        hf(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            **DECODER | {"num_hidden_layers": DEEP},
-            num_key_value_heads=2,
-            num_local_experts=4,
-        ),
-        tokens,
-    ),
-}
-
-
 @functools.cache
 def built(name: str) -> Callable[..., Program]:
-    model, batch = MODELS[name]
+    model, batch = DEEP_MODELS[name]
     return builder(loss_of(model()), (), batch(0))
 
 
@@ -160,7 +113,8 @@ def assert_equal(whole: fx.Graph, grown: fx.Graph, numbered: bool = True) -> Non
             assert ours[0] == ours[1], (one, other)
             numbers |= {pair[0] - pair[1]} if ours[0] else set()
         for mine, theirs in zip(tensors_of(one), tensors_of(other), strict=True):
-            assert mine is not theirs and mine.requires_grad == theirs.requires_grad
+            assert one.op == "placeholder" or mine is not theirs
+            assert mine.requires_grad == theirs.requires_grad
             assert mine.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
             key, found = storage_key(mine), storage_key(theirs)
             assert memory.setdefault(key, found) == found, (one, other)
@@ -216,7 +170,7 @@ def test_layers_that_read_one_value(mesh: dict[str, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", DEEP_MODELS)
 def test_models(name: str, mesh: dict[str, int]) -> None:
     draws_again = name == "checkpointed"  # as attention may, by its tag: with operators of its own
     check(built(name)(mesh), cut=not draws_again)

@@ -290,3 +290,51 @@ def sequence_parallel_llama() -> tuple[nn.Module, tuple[()], Batch]:
     torch.manual_seed(0)
     ids = torch.randint(3, 256, (2, 512))
     return llama(hidden_size=256)(), (), {"input_ids": ids, "labels": ids}
+
+
+DEEP = 8
+"""Layers of models that are traced by five of them."""
+
+
+def loss_of(model: nn.Module) -> nn.Module:
+    """A Hugging Face model as a function to its loss."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model.train()
+            model.loss_type = "ForCausalLM"  # GPT-2's is None, with a warning that breaks the graph
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+    return Loss()
+
+
+def _checkpointed() -> nn.Module:
+    model: Any = llama(num_hidden_layers=DEEP)()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    return model  # type: ignore[no-any-return]
+
+
+_GPT2 = {"n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 128}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
+_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+DEEP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
+    "llama": (llama(num_hidden_layers=DEEP), tokens),
+    "checkpointed": (_checkpointed, tokens),
+    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **_GPT2), tokens),
+    "t5": (hf("T5ForConditionalGeneration", "T5Config", num_layers=DEEP, **_T5), seq2seq),
+    "mixtral": (
+        hf(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **DECODER | {"num_hidden_layers": DEEP},
+            num_key_value_heads=2,
+            num_local_experts=4,
+        ),
+        tokens,
+    ),
+}

@@ -22,6 +22,7 @@ from autoshard.building.pipeline.microbatch import (
 from autoshard.building.pipeline.stages import StagePlan, followed, plan_stages, with_stages
 from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
+from autoshard.compiling import EQUAL_LAYERS, settings
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError
 from autoshard.parameters import lowered_dtypes, say_stored
@@ -218,7 +219,8 @@ def build_pipeline(
     config, asked = followed(config, Mesh(tuple(beside), None), ranks)
     pipeline = asked.pipeline if asked is not None else None
     known = all(is_planned(i.real) for i in inputs if isinstance(i.real, nn.Parameter))
-    serial = capture(gm, example_inputs, lowered_dtypes(list(inputs)), inference=known)
+    dtypes, every = lowered_dtypes(list(inputs)), EQUAL_LAYERS in settings().left_out
+    serial = capture(gm, example_inputs, dtypes, inference=known, whole=every)
     say_stored(serial, list(inputs), config)
     passes = serial_passes(
         {} if config.recover_masks else None,

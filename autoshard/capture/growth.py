@@ -9,8 +9,8 @@ it gets. Layer 1 reads what layer 0 made, layer 2 what layer 1 made: where both 
 does each that follows; and backward likewise. Copies are those of layer 2, with weights, module
 names and choices of recomputation of their own layers, and memory of their own.
 
-What grows is the joint graph, or the two that a partitioner made of the short one, where it treats
-layers 1 and 2 alike.
+What grows is a capture, a joint graph, or the two that a partitioner made of the short one, where
+it treats layers 1 and 2 alike.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autoshard.compiling.stretches import described, tensors_of, writes
+from autoshard.capture.tandem import described, tensors_of, writes
 from autoshard.runtime.compat import Unequal, fake_in, is_backward, storage_key
+from autoshard.runtime.graph_meta import DIFF
 
 SECOND = 2
 """The layer that is copied."""
@@ -65,11 +66,13 @@ class JointLayers:
         self,
         joint: fx.Graph,
         inputs: Mapping[fx.Node, fx.Node],
+        outputs: int,
         origin: dict[str, fx.Node],
         order: dict[str, int],
         run: EqualLayers,
     ) -> None:
-        self.inputs, self.origin, self.order, self.run = inputs, origin, order, run
+        self.inputs, self.outputs, self.run = inputs, outputs, run
+        self.origin, self.order = origin, order
         self.end = len(run.layers) - 2  # the first layer behind those that are left out
         self.copied = range(SECOND + 1, self.end)
         self.after = {0: 1, 1: SECOND, SECOND: self.end, self.end: self.end + 1}
@@ -78,9 +81,6 @@ class JointLayers:
         for k, own in enumerate(run.own):
             for i, each in enumerate(own):
                 self.place[inputs[each].name] = LayerPlace(k, None, i)
-        results: Any = joint.output_node().args[0]
-        primals = sum("primals" in n.name for n in joint.find_nodes(op="placeholder"))
-        self.outputs = len(results) - primals  # results in front of the gradients
         nodes = [n for n in joint.nodes if n.op not in ("placeholder", "output")]
         above, below = self._lay_out(nodes)
         positions = [order[node.name] for node in nodes]
@@ -136,8 +136,8 @@ class JointLayers:
 
 
 class Growth:
-    """A graph that gets the layers of one run that are left out: a joint one, or, as `cut`, the
-    forward that was cut of it, or, with the growth of that, the backward."""
+    """A graph that gets the layers of one run that are left out: a joint one, or, as `cut`, one
+    without gradients (a capture, a forward), or, with the growth of that, the backward."""
 
     def __init__(
         self, layout: JointLayers, graph: fx.Graph, cut: bool = False, forward: Growth | None = None
@@ -159,11 +159,11 @@ class Growth:
         """Compare, copy, and have the others read the copies; or `Unequal`."""
         layout, graph = self.layout, self.graph
         one, two = ([n for n, p in self.place.items() if p.layer == k] for k in (1, SECOND))
-        if {self._next(node) for node in one} != {*two}:
+        if {self.next(node) for node in one} != {*two}:
             raise Unequal
         for node in one:
             if self.place[node].backward is not None:
-                self._compare(node, self._next(node))
+                self._compare(node, self.next(node))
         operators = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
         if not layout.order.keys() >= {node.name for node in operators}:
             raise Unequal  # the partitioner has others: of random numbers that are drawn again
@@ -220,7 +220,7 @@ class Growth:
     def _compare(self, one: fx.Node, other: fx.Node) -> None:
         """Raise `Unequal` unless a node does in layer 2 what one does in layer 1."""
         layout = self.layout
-        args = fx.node.map_arg((one.args, dict(one.kwargs)), self._next)
+        args = fx.node.map_arg((one.args, dict(one.kwargs)), self.next)
         a, b = (layout.origin.get(node.name) for node in (one, other))
         layer, i = layout.home.get(a, (-1, -1))  # type: ignore[arg-type]
         is_input = one.op == other.op == "placeholder"
@@ -229,6 +229,7 @@ class Growth:
             and args == (other.args, dict(other.kwargs))
             and described(one.meta.get("val"), True) == described(other.meta.get("val"), True)
             and one.meta.keys() == other.meta.keys()
+            and one.meta.get(DIFF) == other.meta.get(DIFF)
             and is_backward(one) == is_backward(other)
             and (a is b or (layout.after.get(layer, -1), i) == layout.home.get(b))  # type: ignore[arg-type]
         )
@@ -237,10 +238,10 @@ class Growth:
         for j, (mine, theirs) in enumerate(zip(tensors_of(one), tensors_of(other))):
             owner, i = self.owners[storage_key(mine)]
             shared = owner is one and i != j  # results in one memory, which is their own
-            if shared or (self._next(owner), i) != self.owners[storage_key(theirs)]:
+            if shared or (self.next(owner), i) != self.owners[storage_key(theirs)]:
                 raise Unequal
 
-    def _next(self, node: Any) -> Any:
+    def next(self, node: Any) -> Any:
         """What is to the layer after it what a node is to its own."""
         if node not in self.place:
             return node
@@ -279,7 +280,7 @@ class Growth:
             for i in range(len(layout.run.own[SECOND])):
                 one, two, end = (slot[LayerPlace(k, None, i)] for k in (1, SECOND, layout.end))
                 node = results[two]
-                if self._next(results[one]) is not node:
+                if self.next(results[one]) is not node:
                     raise Unequal
                 for layer in (SECOND, *layout.copied):
                     found[slot[LayerPlace(layer, None, i)]] = (node, layer)
