@@ -167,6 +167,27 @@ def test_checkpoint_is_inlined_and_tagged() -> None:
     assert tags[2][2] > first
 
 
+def test_what_is_applied_in_a_checkpointed_region_is_of_it_no_more_than_what_was_written() -> None:
+    def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        view = y[:2]
+        y.add_(1)
+        return checkpoint(lambda v: v.relu(), view, use_reentrant=False)
+
+    tags = {name: tag for name, tag, _ in region_tags(check(Fn(fn), [x48().requires_grad_()]))}
+    assert tags.pop("aten.relu.default") is CheckpointPolicy.PREFER_RECOMPUTE
+    assert not any(tags.values()) and "aten.slice.Tensor" in tags
+
+
+def test_a_checkpointed_region_of_two_results() -> None:
+    def fn(self: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second = checkpoint(lambda t: (t.relu(), t.exp()), x, use_reentrant=False)
+        return first - second
+
+    tags = region_tags(check(Fn(fn), [x48().requires_grad_()]))
+    assert [name for name, tag, _ in tags if tag] == ["aten.relu.default", "aten.exp.default"]
+
+
 def _save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = op is torch.ops.aten.addmm.default and not ctx.is_recompute
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

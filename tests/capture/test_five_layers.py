@@ -176,6 +176,10 @@ def counted(layer: nn.Module, h: torch.Tensor, number: int) -> None:
     layer.calls.add_(h.detach().sum((0, 1)))
 
 
+def counted_in_a_view(layer: nn.Module, h: torch.Tensor, number: int) -> None:
+    layer.calls[:2].add_(h.detach().sum())
+
+
 def numbered(layer: nn.Module, h: torch.Tensor, number: int) -> torch.Tensor:
     return h * (1 + (number == 4))
 
@@ -193,6 +197,7 @@ def by_policy(layer: nn.Module, number: int, *given: torch.Tensor) -> torch.Tens
     "options",
     [
         {"between": counted},
+        {"between": counted_in_a_view},
         {"between": numbered},
         {"between": constant},
         {"around": by_policy},
@@ -202,5 +207,14 @@ def by_policy(layer: nn.Module, number: int, *given: torch.Tensor) -> torch.Tens
 )
 def test_traced_whole(options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, five, grew = both(monkeypatch, Deep(**options), (torch.ones(4, 6, SIZE),))
+    assert not grew
+    assert_equal(whole, five)
+
+
+def test_where_layers_differ_in_what_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Deep()
+    model.front.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    whole, five, grew = both(monkeypatch, model, (torch.ones(4, 6, SIZE),))
     assert not grew
     assert_equal(whole, five)
