@@ -72,7 +72,7 @@ def shortened(gm: fx.GraphModule) -> Short | None:
                 for graph in graphs:
                     grown = Growth(layout, graph, bool(made), grown)
                     grown.grow()
-        if made and not _is_handed_over(*graphs, outputs):
+        if made and not _is_handed_over(graphs[0], graphs[1], outputs):
             raise Unequal
         for graph in graphs:
             unmark(graph)
