@@ -170,8 +170,8 @@ class Growth:
         reads, gradients = self._reads(operators), self._gradients()
         last: Any = None
         for node, layer in self._in_order(graph.find_nodes(op="placeholder")):
-            of_layer = self.place[node]._replace(layer=layer) if node in self.place else None
-            if of_layer is None or of_layer in self.at:
+            place = self.place.get(node, ELSEWHERE)
+            if place.layer != SECOND or place._replace(layer=layer) in self.at:
                 last = node if layer == SECOND else last
             else:
                 with graph.inserting_after(last):

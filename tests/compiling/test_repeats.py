@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from autoshard.capture import described, label, tandem_repeats, tensors_of
 from autoshard.compiling.repeats import shortened, traced
@@ -166,6 +167,35 @@ MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp"
 def test_layers_that_read_one_value(mesh: dict[str, int]) -> None:
     """Its gradient is summed up from layer to layer."""
     check(stacked(front=True)(mesh))
+
+
+class Checkpointed(nn.Module):
+    """Checkpointed layers that end in a sum with a bias, and what reads the last sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = (nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        self.layers = nn.ModuleList([copy.deepcopy(nn.Sequential(*layer)) for _ in range(DEEP)])
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: x + layer(x), x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_what_is_kept_of_the_last_layer_alone() -> None:
+    """Its bias, as backward computes again what the head reads."""
+    program = builder(Checkpointed(), (torch.ones(32, 64, 32),))({"tp": 2})
+    kept = []
+    for short in (None, shortened(program._on_cpu()[0])):
+        forward, backward = cut_of(program, short)
+        results: Any = forward.output_node().args[0]
+        given = [node.name for node in backward.find_nodes(op="placeholder")]
+        kept.append([node.name for node in results[1:]])
+        assert kept[-1] == given[:-1] and "tangents" in given[-1]
+    assert short is not None and len({*map(len, kept)}) == 1
+    assert len({sum("primals" in name for name in names) for names in kept}) == 1
 
 
 @pytest.mark.slow
