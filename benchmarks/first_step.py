@@ -3,13 +3,15 @@
     python benchmarks/first_step.py [--layers 8 32] [--meshes tp=2 dp_shard=2] [--json PATH]
     python benchmarks/first_step.py --kernels --layers 8 [--meshes tp=2]
     python benchmarks/first_step.py --alone --layers 8 126 [--meshes tp=2]
+    python benchmarks/first_step.py --checkpointed --layers 8 [--meshes tp=2]
 
 A Llama 256 wide, forward and backward, each row in a process of its own with empty caches: rank 0
 of two, of which the other is not there (collectives return at once). Seconds are CPU time of the
 process, one thread. Kernels are not compiled, which is a C++ or Triton compiler's work, in other
 processes, and the same at any depth: equal kernels are compiled once. With --kernels they are, also
 for `whole`, autoshard with AUTOSHARD_DISABLE=equal_layers, and `step` is the least of 20 steps in
-milliseconds, `peak` the most bytes that tensors of a step hold.
+milliseconds, `peak` the most bytes that tensors of a step hold. With --checkpointed backward
+computes each layer again.
 
 `regions` are the pieces of code that Inductor made of forward and backward. `ratio` is that of
 seconds to plain torch.compile's at the same depth, which --alone leaves out; `growth` to those of
@@ -19,6 +21,7 @@ the same way at the first depth.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -82,11 +85,12 @@ def clock(kernels: bool) -> Iterator[dict[str, float]]:
     found.update({phase: sum(times.get(n, 0.0) for n in names) for phase, names in PHASES.items()})
 
 
-def row(name: str, layers: int, kernels: bool) -> dict[str, Any]:
+def row(name: str, layers: int, kernels: bool, checkpointed: bool) -> dict[str, Any]:
     """The first step of one way, in this process."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils.checkpoint import checkpoint
 
     from autoshard.runtime.compat import inductor_regions
     from llama_model import Llama, Shape, WithLoss
@@ -94,7 +98,10 @@ def row(name: str, layers: int, kernels: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shape = Shape(vocab=2048, width=256, hidden=704, layers=layers, heads=8, length=128)
-    model, ids = WithLoss(Llama(shape)), torch.randint(2048, (2, 128))
+    llama, ids = Llama(shape), torch.randint(2048, (2, 128))
+    for block in llama.blocks if checkpointed else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    model = WithLoss(llama)
     options: dict[str, Any] = {}
     if name != "plain":
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -147,7 +154,7 @@ def peak(call: Any, model: Any, ids: Any) -> int:
     return most
 
 
-def measured(name: str, layers: int, kernels: bool) -> dict[str, Any]:
+def measured(name: str, layers: int, *flags: str) -> dict[str, Any]:
     """`row` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
@@ -155,7 +162,7 @@ def measured(name: str, layers: int, kernels: bool) -> dict[str, Any]:
             environment["AUTOSHARD_DISABLE"] = "equal_layers"
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--row", name, "--layers", str(layers)]
-        command += ["--json", str(result), *["--kernels"][: int(kernels)]]
+        command += ["--json", str(result), *flags]
         subprocess.run(command, env=environment, check=True)
         return json.loads(result.read_text())  # type: ignore[no-any-return]
 
@@ -166,22 +173,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--meshes", nargs="+", default=["tp=2", "dp_shard=2"], help="of two ranks")
     parser.add_argument("--kernels", action="store_true", help="compile and run them")
+    parser.add_argument("--checkpointed", action="store_true", help="each layer")
     parser.add_argument("--alone", action="store_true", help="without plain torch.compile")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        args.json.write_text(json.dumps(row(args.row, args.layers[0], args.kernels)))
+        args.json.write_text(
+            json.dumps(row(args.row, args.layers[0], args.kernels, args.checkpointed))
+        )
         return
     phases = ["dynamo", "plan", "joint trace", "partition", "joint passes", "passes", "inductor"]
     print(f"{'':16}{'layers':>7}{'regions':>8}{'total s':>8}{'ratio':>7}{'growth':>7}", end="")
     print("".join(f"{phase:>13}" for phase in phases), *["  step ms   peak MB"][: args.kernels])
     rows: dict[str, Any] = {}
+    flags = ["--kernels"][: args.kernels] + ["--checkpointed"][: args.checkpointed]
     for layers in args.layers:
         ends = (" whole", "") if args.kernels else ("",)
         ways = [f"{mesh}{end}" for mesh in args.meshes for end in ends]
         for name in [*["plain"][args.alone :], *ways]:
-            one = rows[f"{name}, {layers}"] = measured(name, layers, args.kernels)
+            one = rows[f"{name}, {layers}"] = measured(name, layers, *flags)
             total = one["seconds"]["total"]
             print(f"{name:16}{layers:7}{one['regions']:8}{total:8.1f}", end="")
             for other in (f"plain, {layers}", f"{name}, {args.layers[0]}"):

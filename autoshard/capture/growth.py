@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autoshard.capture.tandem import described, tensors_of, writes
+from autoshard.planning import reached
 from autoshard.runtime.compat import Unequal, fake_in, is_backward, storage_key
 from autoshard.runtime.graph_meta import DIFF
 
@@ -384,17 +385,16 @@ class Growth:
 
 
 def _compute_late(graph: fx.Graph, again: Collection[fx.Node]) -> None:
-    """Put what is computed `again` in front of what reads it first, all parts of it."""
+    """Put what is computed `again` in front of what reads it first, all parts of it: of what that
+    lacks, in the order that it has, as the partitioner does, and so in the traced layers too."""
+    position = {node: (node not in again, i) for i, node in enumerate(graph.nodes)}
     order: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        todo = [] if node in again else [node]
-        while todo:
-            missing = [read for read in todo[-1].all_input_nodes if read not in order]
-            todo += reversed(missing)
-            if not missing:
-                order.setdefault(first := todo.pop())
-                parts = (user for user in first.users if user.target is operator.getitem)
-                order.update(dict.fromkeys(part for part in parts if part in again))
+    for node in [one for one in position if one not in again]:
+        missing = reached([node], lambda one: [n for n in one.all_input_nodes if n not in order])
+        for first in sorted(missing, key=position.__getitem__):
+            order.setdefault(first)
+            parts = (user for user in first.users if user.target is operator.getitem)
+            order.update(dict.fromkeys(part for part in parts if part in again))
     for one, other in itertools.pairwise(order):
         if one.next is not other:
             one.append(other)

@@ -13,6 +13,7 @@ from autoshard.runtime.compat.aot import (
     Short,
     Unequal,
     aot_eager,
+    draws,
     forward_backward,
     is_backward,
     memory_of,

@@ -7,9 +7,10 @@ import functools
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -272,11 +273,43 @@ def cut_in_two(
 ) -> Graphs:
     """What `partition` makes of a joint graph, or of a `short` one's and the layers that it lacks;
     and what comes `after`. results: the forward's, in front of what is kept for backward."""
-    forward, backward = partition(joint) if short is None else short.cut(joint, partition)
+    with _drawn_states_kept():
+        forward, backward = partition(joint) if short is None else short.cut(joint, partition)
     print_late(forward)
     print_late(backward)
     after(forward, backward, results)
     return forward, backward
+
+
+@contextlib.contextmanager
+def _drawn_states_kept() -> Iterator[None]:
+    """Keep the state of a generator for what is drawn again alone. The partitioner keeps one for
+    each attention that is computed again, as the tag of one that draws nothing is that of dropout:
+    equal layers, each with a state of its own, would not be equal."""
+    from torch._functorch import partitioners
+
+    again, functionalize = partitioners.must_recompute, partitioners.functionalize_rng_ops
+
+    def of_what_draws(joint: fx.GraphModule, *graphs: Any) -> Any:
+        drawn = mock.patch.object(
+            partitioners, "must_recompute", lambda node: again(node) and draws(node)
+        )
+        with drawn:
+            if partitioners.has_recomputable_rng_ops(joint):
+                return functionalize(joint, *graphs)
+        return graphs[:2]
+
+    with mock.patch.object(partitioners, "functionalize_rng_ops", of_what_draws):
+        yield
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws from torch's generator: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))  # which is 0 where not given
 
 
 def print_late(graph: fx.GraphModule) -> None:

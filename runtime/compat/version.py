@@ -121,7 +121,10 @@ torch._functorch._aot_autograd.graph_compile.aot_graphs_log
 torch._functorch._aot_autograd.graph_compile.aot_joint_log
 torch._functorch.aot_autograd.aot_module_simplified
 torch._functorch.config
+torch._functorch.partitioners.functionalize_rng_ops
+torch._functorch.partitioners.has_recomputable_rng_ops
 torch._functorch.partitioners.min_cut_rematerialization_partition
+torch._functorch.partitioners.must_recompute
 torch._guards.TracingContext
 torch._guards.detect_fake_mode
 torch._guards.tracing

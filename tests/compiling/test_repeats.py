@@ -202,8 +202,7 @@ def test_what_is_kept_of_the_last_layer_alone() -> None:
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
 @pytest.mark.parametrize("name", DEEP_MODELS)
 def test_models(name: str, mesh: dict[str, int]) -> None:
-    draws_again = name == "checkpointed"  # as attention may, by its tag: with operators of its own
-    check(built(name)(mesh), cut=not draws_again)
+    check(built(name)(mesh))
 
 
 @pytest.mark.parametrize(

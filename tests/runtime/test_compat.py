@@ -1,4 +1,4 @@
-"""The probe of torch's version, and what Dynamo calls a graph's inputs."""
+"""The probe of torch's version, what Dynamo calls a graph's inputs, what is drawn again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autoshard.runtime import compat
+from autoshard.runtime.compat import forward_backward
 from autoshard.runtime.errors import AutoshardError
 
 
@@ -73,6 +77,32 @@ def test_an_lstm_whose_input_needs_no_gradient_trains(frozen: str) -> None:
         each(features)[0].square().sum().backward()
     for want, got in zip(serial.parameters(), model.parameters()):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def test_a_generators_state_is_kept_for_what_draws_again() -> None:
+    """Not for attention without dropout, which has the tag of what draws."""
+
+    def drawing(x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = F.scaled_dot_product_attention(x, x, x)
+        return (y * torch.rand_like(y).square(),)
+
+    gm = fx.symbolic_trace(drawing)
+    for node in gm.graph.nodes:
+        node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+    x = torch.randn(2, 3, 4, 8, requires_grad=True)
+    made = forward_backward(gm, [FakeTensorMode().from_tensor(x)], lambda *graphs: None)
+    assert made.backward is not None
+    for graph in (made.forward.graph, made.backward.graph):
+        wrapped = [node.args for node in graph.nodes if "rng_state" in str(node.target)]
+        assert ["rand_like" in str(args) for args in wrapped if len(args) > 1] == [True]
+        assert any("attention_for_cpu.default" in str(node.target) for node in graph.nodes)
+    torch.manual_seed(0)
+    y, *kept = made.forward(x.detach())
+    torch.manual_seed(1)
+    (grad,) = made.backward(*kept, torch.ones_like(y))
+    torch.manual_seed(0)
+    (expected,) = torch.autograd.grad(drawing(x)[0].sum(), x)
+    torch.testing.assert_close(grad, expected)
 
 
 class Counting(nn.Module):

@@ -15,10 +15,11 @@ from autoshard.planning.decisions import Decisions, ValueKey
 from autoshard.planning.estimate.memory import Saving
 from autoshard.planning.estimate.operator_time import OperatorTimes
 from autoshard.planning.estimate.weights import Training
-from autoshard.planning.operators import ATTENTION, LOSSES, arguments, packet
+from autoshard.planning.operators import ATTENTION, LOSSES, packet
 from autoshard.planning.strategy import Strategy, operands, results, value
 from autoshard.planning.values import differentiable
 from autoshard.runtime.collectives import P, State, forward_value
+from autoshard.runtime.compat import draws
 
 LEAST_PRICE = 1e-16
 """Seconds a byte, of those in the last segment: there only what takes no time is computed again."""
@@ -228,11 +229,4 @@ def makes_tensors(node: fx.Node) -> bool:
 
 def is_made_once(node: fx.Node) -> bool:
     """Whether a value cannot be computed again: it is computed from nothing, or drawn."""
-    return not operands(node) or _draws(node)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws from torch's generator: attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    return packet(node) not in ATTENTION or bool(arguments(node).get("dropout_p"))
+    return not operands(node) or draws(node)
