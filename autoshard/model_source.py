@@ -29,7 +29,6 @@ from autoshard.hf_configuration import (
     transformers_errors,
 )
 from autoshard.runtime import compat
-from autoshard.runtime.files import is_directory, is_file
 
 MOST_TOKENS = 2**32
 """Tokens of a batch whose sizes are still numbers that torch can multiply."""
@@ -60,7 +59,7 @@ def load_model(name: str, entries: Mapping[str, Any] | None = None) -> nn.Module
         return model_and_call(_call(callable_named(name), name), name)[0]
     config = _configuration(name, entries or {})
     transformers = _transformers(name)
-    if is_file(Path(name) / "config.json"):
+    if os.path.isfile(Path(name) / "config.json"):
         with bounded_modules(name), transformers_errors(f"{name} cannot be loaded"):
             return load_pretrained(transformers, name, config, **_DATA_ONLY)
     return _causal_lm(config, "cpu")
@@ -109,7 +108,7 @@ def load_on_meta(
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a Hugging Face directory, or None where there is none."""
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any(is_file(Path(name) / file) for file in files):
+    if not any(os.path.isfile(Path(name) / file) for file in files):
         return None
     auto = _transformers(name).AutoTokenizer
     with transformers_errors(f"the tokenizer of {name} cannot be read"):
@@ -118,7 +117,7 @@ def load_tokenizer(name: str) -> Any:
 
 def is_factory(name: str) -> bool:
     """Whether `name` is of the form `module:factory`."""
-    return ":" in name and not is_file(name) and not is_directory(name)
+    return ":" in name and not os.path.isfile(name) and not os.path.isdir(name)
 
 
 def callable_named(name: str) -> Callable[..., Any]:
@@ -218,7 +217,7 @@ def _language_model(model: nn.Module, batch: int, sequence: int) -> ModelCall:
 
 def _configuration(name: str, entries: Mapping[str, Any]) -> Any:
     transformers = _transformers(name)
-    if is_file(Path(name) / "config.json"):
+    if os.path.isfile(Path(name) / "config.json"):
         made = check_configuration(transformers, name, entries)
         make = functools.partial(transformers.AutoConfig.from_pretrained, name, **_DATA_ONLY)
     else:

@@ -41,11 +41,9 @@ from autoshard.runtime import compat
 from autoshard.runtime.collectives import I, chunk_size
 from autoshard.runtime.graph_meta import (
     CHUNKED,
-    DIFF,
     N_OUTPUTS,
     OUTPUT_STATES,
     WITHHELD,
-    WITHOUT_GRADIENTS,
 )
 from autoshard.runtime.operators import as_text, chunked_cross_entropy, rows_a_chunk
 
@@ -66,27 +64,22 @@ class LossFound(NamedTuple):
 @dataclass(frozen=True)
 class ChunkLoss(Pass, optional=True):
     """planned: by the name of each loss in the planned graph, whether it goes by chunks, or why
-    not; those without an entry stay. None: all go. withhold: whether logits that are results of a
-    graph with gradients are no results any more."""
+    not; those without an entry stay."""
 
-    planned: Mapping[str, LossPlan] | None = None
-    withhold: bool = False
+    planned: Mapping[str, LossPlan]
 
     @staticmethod
-    def of(losses: Mapping[fx.Node, LossPlan], option: bool | str) -> list[ChunkLoss]:
-        """The pass for what was planned under the option `chunk_loss`, if there is any."""
+    def of(losses: Mapping[fx.Node, LossPlan]) -> list[ChunkLoss]:
+        """The pass for what was planned, if there is any."""
         planned = {node.name: one for node, one in losses.items()}
-        return [ChunkLoss(planned, option is True)] if planned else []
+        return [ChunkLoss(planned)] if planned else []
 
     def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         found = Counter[LossFound]()
         for node in [n for n in gm.graph.nodes if is_loss(n)]:
-            plan = LossPlan(tensor_bytes(node.args[0].meta["val"]))
-            if self.planned is not None:
-                name = serial_name(node) or node.name
-                if name not in self.planned:
-                    continue
-                plan = self.planned[name]
+            plan = self.planned.get(serial_name(node) or node.name)
+            if plan is None:
+                continue
             rows, reason = 0, plan.reason
             if not reason:
                 try:
@@ -152,12 +145,6 @@ class ChunkLoss(Pass, optional=True):
         returned = [i for i, one in enumerate(results) if one in (*head.chain, *head.copies)]
         if not returned:
             return []
-        if not node.meta.get(DIFF) or gm.meta.get(WITHOUT_GRADIENTS):
-            raise LeftWhole("the model returns its logits, and no gradient is asked for")
-        if not self.withhold:
-            raise LeftWhole(
-                "the model returns its logits, which chunk_loss=True withholds in training"
-            )
         given = compat.symbol_places(n.meta["val"] for n in gm.graph.find_nodes(op="placeholder"))
         for size in [n for i in returned for n in results[i].meta["val"].shape]:
             if not isinstance(size, int) and not compat.size_symbols(size) <= given.keys():

@@ -51,7 +51,7 @@ class FileEntry:
         name = f"entry {self.place} is" if self.place else "its content is"
         kind = type(self.value).__name__
         text = f"the {self._what} {self._file}: {name} {_short.repr(self.value)} ({kind}), {wanted}"
-        return self._error(message(text, remedy=self._remedy))
+        return self._error(text, remedy=self._remedy)
 
     def entries(self) -> dict[str, FileEntry]:
         """The entries of an object, by name."""
@@ -74,9 +74,7 @@ class FileEntry:
         if found is None:
             within = f" in {self.place}" if self.place else ""
             raise self._error(
-                message(
-                    f"the {self._what} {self._file} has no {name!r}{within}", remedy=self._remedy
-                )
+                f"the {self._what} {self._file} has no {name!r}{within}", remedy=self._remedy
             )
         return found
 
@@ -154,13 +152,9 @@ def parsed(
     try:
         value = parse(text)
     except RecursionError as deep:
-        raise error(
-            message(f"the {what} {path} is nested too deeply to be read", remedy=remedy)
-        ) from deep
+        raise error(f"the {what} {path} is nested too deeply to be read", remedy=remedy) from deep
     except Exception as wrong:  # a parser of another project may raise anything
-        raise error(
-            message(f"the {what} {path} is not {language}: {wrong}", remedy=remedy)
-        ) from wrong
+        raise error(f"the {what} {path} is not {language}: {wrong}", remedy=remedy) from wrong
     return FileEntry(value, path, what, error, remedy)
 
 
@@ -210,22 +204,6 @@ def own_bytes(path: str | os.PathLike[str], what: str, error: type[AutoshardErro
         if isinstance(wrong, AutoshardError):
             raise
         raise error(message(f"the {what} {str(path)!r} cannot be read: {wrong}")) from wrong
-
-
-def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file of that name; a name that no file can have is no error."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a directory of that name."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import agree, limit_group, restarts
+from autoshard.runtime.agreement import agree, limit_group, restarts, world_axis
 from autoshard.runtime.collectives import DATA_AXES, Axis, outer_axis
 from autoshard.runtime.errors import ConfigError
 
@@ -115,10 +115,7 @@ def init_mesh(sizes: Mapping[str, int] | DeviceMesh | None, device_type: str) ->
 def _made(device_type: str, sizes: tuple[tuple[str, int], ...]) -> Mesh:
     """The mesh of all processes. Collective in the whole world."""
     lines = [*(f"{name} {size}" for name, size in sizes), device_type]
-    group = dist.group.WORLD
-    assert group is not None
-    everyone = Axis("world", dist.get_world_size(), dist.get_rank(), group.group_name)
-    agree("mesh", " ".join(lines), lines, everyone)
+    agree("mesh", " ".join(lines), lines, world_axis())
     names, extents = zip(*sizes, strict=True)
     mesh = init_device_mesh(device_type, extents, mesh_dim_names=names)
     return Mesh(axes_of(mesh), mesh)

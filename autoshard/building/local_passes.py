@@ -78,7 +78,7 @@ def local_passes(
     passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
     if not is_trained(planned.serial):
         passes.append(FuseInferenceLayers())
-    passes += ChunkLoss.of(planned.decisions.losses, config.chunk_loss)
+    passes += ChunkLoss.of(planned.decisions.losses)
     axes = gathering_axes(mesh.axes)
     if not axes and not dtypes:
         return passes

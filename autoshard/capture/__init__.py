@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoshard.capture.five_layers import (
     equal_layers,
     layouts_of,
+    own_inputs,
     short_form,
     unmark,
 )

@@ -42,13 +42,13 @@ def equal_layers(gm: fx.GraphModule, is_pure: Callable[[fx.Node], bool]) -> list
     for start, period, count in tandem_repeats([label(node) for node in nodes]):
         layers = [nodes[start + i * period :][:period] for i in range(count)]
         if count >= _FEWEST and all(is_pure(node) for layer in layers for node in layer):
-            own = _own(layers)
+            own = own_inputs(layers)
             if own is not None:
                 runs.append(EqualLayers(layers, own))
     return runs
 
 
-def _own(layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]] | None:
+def own_inputs(layers: Sequence[Sequence[fx.Node]]) -> list[list[fx.Node]] | None:
     """The inputs that each layer alone reads; None where a layer after 1 does not read as it."""
     home = {node: (k, i) for k, nodes in enumerate(layers) for i, node in enumerate(nodes)}
     found: list[list[fx.Node]] = [[]]
@@ -86,10 +86,13 @@ def _are_alike(a: fx.Node, b: fx.Node) -> bool:
     return len(values) == 2 and len(told) == 1
 
 
-def short_form(gm: fx.GraphModule, runs: Sequence[EqualLayers]) -> fx.GraphModule:
-    """The graph without the layers between 2 and the last two, each node marked by its number."""
-    gone = {node for run in runs for layer in run.layers[SECOND + 1 : -2] for node in layer}
-    second = {last: node for run in runs for last, node in zip(run.layers[-3], run.layers[SECOND])}
+def short_form(gm: fx.GraphModule, runs: Sequence[EqualLayers], last: int = 2) -> fx.GraphModule:
+    """The graph without the layers between 2 and the last two, or so many as `last` says, each
+    node marked by its number."""
+    gone, second = set[fx.Node](), dict[fx.Node, fx.Node]()
+    for run in runs:
+        gone.update(*run.layers[SECOND + 1 : len(run.layers) - last])
+        second |= zip(run.layers[-1 - last], run.layers[SECOND])
     graph, made, number = fx.Graph(), dict[fx.Node, fx.Node](), 0
     for node in gm.graph.nodes:
         if node not in gone:

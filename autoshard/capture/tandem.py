@@ -56,24 +56,14 @@ def _best_run(labels: Sequence[str]) -> tuple[int, int, int] | None:
 
 def label(node: fx.Node, name: Callable[[fx.Node], Any] = lambda node: "") -> str:
     """What a node does, as text; its inputs by `name`."""
-
-    def named(node: fx.Node) -> Any:
-        return _Named(name(node))
-
-    shown = fx.node.map_arg((node.args, dict(node.kwargs)), named)
+    # a string that an operator is given could be told from them by its place only: no operator
+    # takes a string where it takes a node
+    shown = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{name(n)}")
     target = node.target
     if node.op == "get_attr":
         value = operator.attrgetter(str(target))(node.graph.owning_module)
         target = value.code if isinstance(value, fx.GraphModule) else target
     return f"{target} {shown} {described(value_of(node), where=False)}"
-
-
-class _Named:
-    def __init__(self, name: Any) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"%{self.name}"
 
 
 def described(val: Any, where: bool) -> str:

@@ -31,6 +31,7 @@ Not done: products that Inductor lowers to loops (very small ones) are not held.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -69,16 +70,10 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    before: list[fx.Node | None] = []  # the last product before each node
-    last: fx.Node | None = None
-    for node in nodes:
-        before.append(last)
-        last = node if _is_product(node) else last
-    after: list[fx.Node | None] = [None] * len(nodes)  # the first product after each node
-    following: fx.Node | None = None
-    for i in range(len(nodes) - 1, -1, -1):
-        after[i] = following
-        following = nodes[i] if _is_product(nodes[i]) else following
+    products = [node if _is_product(node) else None for node in nodes]
+    # the last product before each node and before the end, and the first one after each node
+    before = [None, *accumulate(products, lambda last, one: one or last)]
+    after = [None, *accumulate(products[::-1], lambda last, one: one or last)][-2::-1]
     previous: fx.Node | None = None
     for start in nodes:
         # Inductor keeps the order of collectives that it knows, and does not know these
@@ -95,7 +90,7 @@ def order_dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if not waits and start.target in TRANSFERS:
             continue  # backward waits for it
         end = position[waits[0]] if waits else len(nodes)  # waited for in another region
-        first, final = after[position[start]], before[end] if waits else last
+        first, final = after[position[start]], before[end]
         if first is None or final is None or position[first] > end:
             continue
         found.setdefault(first, []).append(start)

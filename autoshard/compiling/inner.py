@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,6 @@ from autoshard.planning import Plan
 from autoshard.runtime import compat
 from autoshard.runtime.agreement import AHEAD, compiles
 from autoshard.runtime.compat import Finish, aot_eager, inductor_compile
-from autoshard.runtime.files import is_directory
 from autoshard.runtime.mesh import Mesh
 
 # torch-tensorrt's defaults take every mask of attention for the causal one, padding or not, and
@@ -103,14 +103,15 @@ def made_ahead(inputs: list[compat.GraphInput], mesh: Mesh, config: Config, devi
     """The config, and, of a plan that is a folder of `autoshard compile`, what it compiled loaded;
     without that plan where it is another model's or mesh's."""
     folder = None if isinstance(config.plan, Plan) or config.plan is None else Path(config.plan)
-    if folder is None or not is_directory(folder):
+    if folder is None or not os.path.isdir(folder):
         return config
     parameters = [item.real for item in inputs if isinstance(item.real, nn.Parameter)]
+    kind = torch.cuda.get_device_name() if device == "cuda" else ""
     facts = {
         "model": sorted({f"parameter {list(p.shape)} {p.dtype}" for p in parameters}),
         "options": [f"mesh {mesh.sizes}", *config.lines()],
         "versions": [f"torch {torch.__version__}", f"autoshard {_source_digest()}"],
-        "device": [device, compat.kind_of_host(), compat.kind_of_device(device)],
+        "device": [device, compat.kind_of_host(), kind],
     }
     if AHEAD.facts is not None:
         AHEAD.facts.update(facts)

@@ -8,6 +8,7 @@ of a process group stay in their order.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -84,11 +85,7 @@ class PartsInOrder:
             last = max((index[user] for user in node.users if user in index), default=i)
             change[i + 1] += (cost := _cost(node))
             change[last + 1 if last > i else i + 1] -= cost
-        total, found = 0, []
-        for each in change:
-            total += each
-            found.append(total)
-        return found
+        return list(itertools.accumulate(change))
 
     def _slot(self, bounds: Mapping[int, bool], apart: Collection[fx.Node]) -> dict[fx.Node, int]:
         """By operator: 2 i + 1 in segment i, 2 i before it."""

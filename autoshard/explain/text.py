@@ -51,7 +51,7 @@ def explain(
     sections = [
         _headline(facts),
         built.chosen,
-        _held(built),
+        _gap(built),
         _recomputed(built),
         _outer_plan(built),
         text_costs.dearest(facts, columns) if compiled else "",
@@ -115,20 +115,13 @@ def _regions(built: Built) -> str:
     return "\n  ".join(["equal layers are compiled once", *lines]) if lines else ""
 
 
-def _held(built: Built) -> str:
-    held, gap = built.decisions.held, built.decisions.gap
-    if gap:
-        return (
-            f"Not surely the cheapest plan: others may be {_milliseconds(gap)} cheaper at most "
-            f"({gap / built.decisions.seconds:.1%}), as charged; to know would take too long"
-        )
-    if not held:
+def _gap(built: Built) -> str:
+    gap = built.decisions.gap
+    if not gap:
         return ""
-    names = ", ".join(node.name for node in held[:4]) + (", ..." if len(held) > 4 else "")
-    total = len(built.decisions.strategies)
     return (
-        f"Not the cheapest plan: {len(held)} of {total} values are held "
-        f"replicated, since to choose for all of them at once would take too long ({names})"
+        f"Not surely the cheapest plan: others may be {_milliseconds(gap)} cheaper at most "
+        f"({gap / built.decisions.seconds:.1%}), as charged; to know would take too long"
     )
 
 

@@ -7,11 +7,10 @@ graph. The nodes are as TensorRT's ONNX parser reads them: lower-case names of t
 the reduction, `root` -1, the number of ranks in `nb_rank`, one group, which is not written.
 """
 
-import functools
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +118,6 @@ def onnx_program(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> Any:
             program = torch.onnx.export(
                 torch.export.export(module, examples, dynamic_shapes=sizes),
                 dynamo=True,
-                custom_translation_table=_translations(graph.tp),
                 input_names=[port.tensor for port in graph.inputs],
                 output_names=[port.tensor for port in graph.outputs],
                 opset_version=OPSET,
@@ -168,6 +166,9 @@ def _bound(graph: RankGraph, weights: Mapping[str, torch.Tensor]) -> fx.GraphMod
         if node.op == "placeholder" and node.target in held:
             root.register_buffer(str(node.target), held[str(node.target)])
             known[node] = copy.get_attr(str(node.target))
+        elif node.target in _COLLECTIVES:
+            given = (known[node.args[0]], *_COLLECTIVES[node.target], graph.tp)
+            known[node] = copy.call_function(_collective, given)
         else:
             new = known[node] = copy.node_copy(node, known.__getitem__)
             if node.target is aten.topk.default:  # evaluators have it sorted only
@@ -180,46 +181,29 @@ def example_input(port: Port) -> torch.Tensor:
     return torch.zeros(shape, dtype=port.dtype)
 
 
-def _translations(ranks: int) -> dict[Any, Callable[..., Any]]:
-    """torch's collectives as DistCollective nodes of `ranks` ranks."""
-
-    def made(operation: str, reduction: str) -> Callable[..., Any]:
-        def translate(x: Any, *rest: Any) -> Any:
-            return _operator()(
-                x, collective_operation=operation, reduce_op=reduction, root=-1, nb_rank=ranks
-            )
-
-        return translate
-
-    return {
-        _c10d.all_reduce.default: made("all_reduce", "sum"),
-        _c10d.all_gather_into_tensor.default: made("all_gather", "none"),
-        _c10d.reduce_scatter_tensor.default: made("reduce_scatter", "sum"),
-        _c10d.all_to_all_single.default: made("all_to_all", "none"),
-    }
+_COLLECTIVES: dict[Any, tuple[str, str]] = {
+    _c10d.all_reduce.default: ("all_reduce", "sum"),
+    _c10d.all_gather_into_tensor.default: ("all_gather", "none"),
+    _c10d.reduce_scatter_tensor.default: ("reduce_scatter", "sum"),
+    _c10d.all_to_all_single.default: ("all_to_all", "none"),
+}
 
 
-@functools.cache
-def _operator() -> Any:
-    """DistCollective, as onnxscript calls an operator; it takes no node without a schema."""
-    defs = importlib.import_module("onnx.defs")
-    values = importlib.import_module("onnxscript.values")
-    kinds = defs.OpSchema.AttrType
-    kind = {"collective_operation": kinds.STRING, "reduce_op": kinds.STRING}
-    kind |= {"root": kinds.INT, "nb_rank": kinds.INT}
-    types = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "int32", "int64")]
-    schema = defs.OpSchema(
-        OPERATOR,
-        DOMAIN,
-        1,
-        inputs=[defs.OpSchema.FormalParameter("x", "T")],
-        outputs=[defs.OpSchema.FormalParameter("y", "T")],
-        type_constraints=[("T", types, "")],
-        attributes=[
-            defs.OpSchema.Attribute(name, type, "", required=True) for name, type in kind.items()
-        ],
+def _collective(x: torch.Tensor, operation: str, reduction: str, ranks: int) -> torch.Tensor:
+    """One of torch's collectives as a DistCollective node of `ranks` ranks."""
+    shape = list(x.shape)
+    if operation == "all_gather":
+        shape[0] *= ranks
+    elif operation == "reduce_scatter":
+        shape[0] //= ranks
+    return torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{OPERATOR}",
+        (x,),
+        dict(collective_operation=operation, reduce_op=reduction, root=-1, nb_rank=ranks),
+        dtype=x.dtype,
+        shape=shape,
+        version=1,
     )
-    return values.Op(values.Opset(DOMAIN, 1), OPERATOR, schema)
 
 
 @contextmanager

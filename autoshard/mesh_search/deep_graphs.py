@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from autoshard.capture import EqualLayers, own_inputs, short_form, unmark
 from autoshard.compiling import label, tandem_repeats
 from autoshard.mesh_search.factorisations import AxisSizes, PlanAxes
 from autoshard.mesh_search.prices import GAIN
@@ -68,64 +69,26 @@ def shallow(captured: fx.GraphModule, inputs: Sequence[compat.GraphInput]) -> Sh
     start, one, most = max(repeats, key=lambda one: one[1] * one[2])
     for period, count in ((one, most), (2 * one, most // 2)):  # windows and whole attention
         layers = [nodes[start + i * period :][:period] for i in range(count)]
-        if count >= FEWEST and _are_equal(layers):
-            return _cut(captured, inputs, layers)
+        own = own_inputs(layers) if count >= FEWEST else None
+        if own is not None:
+            return _cut(captured, inputs, EqualLayers(layers, own))
     return None
 
 
-def _are_equal(layers: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether layers read the same of what is outside, of themselves and of the one before, and
-    nothing after them reads another than the last."""
-    at = {node: (i, k) for i, layer in enumerate(layers) for k, node in enumerate(layer)}
-
-    def reads(number: int, node: fx.Node) -> list[object]:
-        found: list[object] = []
-        for one in node.all_input_nodes:
-            own = at.get(one)
-            if own is not None:
-                found.append((number - own[0], own[1]))
-            elif one.op == "placeholder" and all(at.get(u, (-1,))[0] == number for u in one.users):
-                found.append("weight")
-            else:
-                found.append(one)
-        return found
-
-    for number, layer in enumerate(layers):
-        for k, node in enumerate(layer):
-            if number > 1 and reads(number, node) != reads(1, layers[1][k]):
-                return False
-            later = (at.get(user, (len(layers),))[0] for user in node.users)
-            if any(one > number + 1 for one in later):
-                return False
-    return True
-
-
 def _cut(
-    captured: fx.GraphModule,
-    inputs: Sequence[compat.GraphInput],
-    layers: Sequence[Sequence[fx.Node]],
+    captured: fx.GraphModule, inputs: Sequence[compat.GraphInput], run: EqualLayers
 ) -> Shallow:
-    gone = {node for layer in layers[KEPT:] for node in layer}
-    instead = dict(zip(layers[-1], layers[KEPT - 1]))
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    kept: list[compat.GraphInput] = []
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    items = dict(zip(placeholders, inputs, strict=True))
-    for node in captured.graph.nodes:
-        if node in items:
-            if node.users and gone.issuperset(node.users):
-                continue
-            kept.append(items[node])
-        if node not in gone:
-            made[node] = graph.node_copy(node, lambda one: made[instead.get(one, one)])
-    short = fx.GraphModule(captured, graph)
-    short.meta = dict(captured.meta)
-    weights = tuple(
-        frozenset(items[one].name for node in layer for one in node.all_input_nodes if one in items)
-        for layer in layers[:KEPT]
-    )
-    shared = frozenset.intersection(*weights)
-    return Shallow(short, kept, tuple(one - shared for one in weights), len(layers))
+    short, kept = short_form(captured, [run], last=0), list[compat.GraphInput]()
+    unmark(short.graph)
+    items = dict(zip(captured.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for copy, (node, item) in zip(short.graph.find_nodes(op="placeholder"), items.items()):
+        if node.users and not copy.users:
+            short.graph.erase_node(copy)
+        else:
+            kept.append(item)
+    short.recompile()
+    weights = tuple(frozenset(items[node].name for node in own) for own in run.own[:KEPT])
+    return Shallow(short, kept, weights, len(run.layers))
 
 
 def experts_of(captured: fx.GraphModule) -> int:

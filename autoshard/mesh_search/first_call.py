@@ -30,8 +30,7 @@ from autoshard.parameters import lowered_dtypes
 from autoshard.planning import Plan
 from autoshard.planning.cost import Cluster, cluster_of
 from autoshard.runtime import compat
-from autoshard.runtime.agreement import from_first, gather
-from autoshard.runtime.collectives import Axis
+from autoshard.runtime.agreement import from_first, gather, world_axis
 from autoshard.runtime.mesh import start_world
 from autoshard.runtime.parameters import is_planned
 
@@ -99,9 +98,7 @@ def _search(
     batch: Sequence[Any],
 ) -> Choice:
     machine = cluster_of(device)
-    assert dist.group.WORLD is not None
-    ranks = dist.get_world_size()
-    world = Axis("world", ranks, dist.get_rank(), dist.group.WORLD.group_name)
+    world = world_axis()
     said = [digest(batch), machine.device.memory_bytes]
     found = gather(said, "choice of a mesh", world, alike=True)
     smallest = min(size for _, size in found)

@@ -12,6 +12,7 @@ their own, so that it can write nothing else.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError
 from autoshard.runtime import compat
-from autoshard.runtime.files import FileEntry, is_directory, is_file, read_json
+from autoshard.runtime.files import FileEntry, read_json
 from autoshard.runtime.mesh import axes_of
 from autoshard.runtime.parameters import local_bounds, stored_states
 
@@ -213,16 +214,16 @@ _READABLE = (
 
 def tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> file."""
-    if is_file(path):
+    if os.path.isfile(path):
         return dict.fromkeys(_names(path), path)
     index = path / _INDEX
-    if is_file(index):
+    if os.path.isfile(index):
         body = read_json(index, "index", AutoshardError, "Copy or save the directory again.")
         return {
             name: path / _beside(entry)
             for name, entry in body.entry("weight_map").entries().items()
         }
-    found = sorted(path.glob("*.safetensors")) if is_directory(path) else []
+    found = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else []
     if not found:
         raise AutoshardError(
             f"{str(path)!r} is neither a safetensors file nor a directory with one",
@@ -264,7 +265,7 @@ def opened_file(file: Path) -> Iterator[Any]:
             "reading safetensors needs the package of that name",
             remedy="pip install 'autoshard[export]'.",
         ) from error
-    if not is_file(file):
+    if not os.path.isfile(file):
         raise AutoshardError(f"{file} does not exist, or is not a regular file")
     with contextlib.ExitStack() as stack:
         with reading(file):

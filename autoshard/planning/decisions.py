@@ -85,8 +85,8 @@ class Decisions:
     offered: the strategies each node could choose from; declined: why others were not offered.
     seconds: of a step, as the planner charges it. variables, width, work, gap: the size of the
     solver's problem, and the seconds by which another plan may be cheaper, as far as is known (see
-    `Solution`). held: nodes whose value was not chosen by cost. prices: what a
-    change of state was charged. unbalanced: causal attention whose ranks do unequal work, and why.
+    `Solution`). prices: what a change of state was charged. unbalanced: causal attention whose
+    ranks do unequal work, and why.
     recomputation: what is computed again in backward; None: what the compiler likes. others: under
     a budget, further plans to try. unbudgeted: the plan without the budget, which may be this one.
     weights: what dp_shard does with each parameter (`CHOICES`), where that was chosen. on_ep: of
@@ -106,7 +106,6 @@ class Decisions:
     width: int = 0
     work: int = 0
     prices: AxisPrices
-    held: list[fx.Node] = field(default_factory=list)
     gap: float = 0.0
     unbalanced: list[str] = field(default_factory=list)
     recomputation: Recomputation | None = None

@@ -19,7 +19,7 @@ from typing import Any
 from autoshard.planning.strategy import Strategy
 from autoshard.runtime.collectives import CHOICES, State, is_state
 from autoshard.runtime.errors import PlanError
-from autoshard.runtime.files import MOST_RANKS, FileEntry, is_directory, read_json, write_whole
+from autoshard.runtime.files import MOST_RANKS, FileEntry, read_json, write_whole
 from autoshard.runtime.mesh import AXIS_ORDER
 
 PLAN_VERSION = 2
@@ -118,7 +118,7 @@ class Plan:
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan, or that of a folder which `autoshard compile` wrote; PlanError names the
         file and the entry that is wrong."""
-        if is_directory(path):
+        if os.path.isdir(Path(path)):
             path = Path(path) / PLAN_FILE
         body = read_json(
             path, "plan file", PlanError, "Correct the entry, delete it, or save the plan again."

@@ -180,7 +180,7 @@ def _rank_graph(
 ) -> fx.GraphModule:
     """The graph that a rank runs, over axes that are threads."""
     passes: list[Pass] = [Localize(program.decisions), FuseInferenceLayers()]
-    passes += ChunkLoss.of(program.decisions.losses, program.config.chunk_loss)
+    passes += ChunkLoss.of(program.decisions.losses)
     spread = {i: program.data[n] for i, n in enumerate(placeholders) if n in program.data}
     if any(axis.size > 1 for axis in axes[:-1]):
         passes.append(DataParallel(gathering_axes(axes), spread))

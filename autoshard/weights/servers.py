@@ -16,7 +16,7 @@ from autoshard.errors import AutoshardError
 from autoshard.runtime.collectives import shard_dim
 from autoshard.runtime.engine import Engine, NewWeights
 from autoshard.weights.boxes import Box
-from autoshard.weights.parts import Offered, WantedBox
+from autoshard.weights.parts import Offered, Tensors, WantedBox, part_of
 
 #: Layer -> the dim of its weight that is divided: outputs (0), or inputs (1), whose bias is whole.
 CUTS = {"o_proj": 1, "down_proj": 1}
@@ -48,7 +48,7 @@ class _Piece(NamedTuple):
     at: int
 
 
-class ServerTensors:
+class ServerTensors(Tensors):
     """What a tensor-parallel rank of vLLM or SGLang takes, for `autoshard.weights.receive`.
 
     tensors: its parameters by name, as `dict(model.named_parameters())` of the server's model has
@@ -60,7 +60,9 @@ class ServerTensors:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], config: Any, rank: int, tp: int
     ) -> None:
-        self._tensors, self._rank, self._tp = dict(tensors), rank, tp
+        # not detached: what a server puts into its parameters afterwards is what is overwritten
+        super().__init__({n: part_of(t, n)._replace(tensor=t) for n, t in tensors.items()}, {})
+        self._rank, self._tp = rank, tp
         self._names = NAMES.get(config.model_type, ("", ""))
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -72,12 +74,11 @@ class ServerTensors:
                     f"{count} {what} heads cannot be divided by tp={tp}",
                     remedy="Give the tp of the server, and the model's own configuration.",
                 )
-        self._new: dict[str, torch.Tensor] = {}
 
     def slots(self, offered: Mapping[str, Offered]) -> dict[str, list[WantedBox]]:
         """See Receiver."""
         found: dict[str, list[WantedBox]] = {}
-        for name, tensor in self._tensors.items():
+        for name, (tensor, *_) in self.parts.items():
             new = self._new[name] = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
             pieces = list(self._pieces(name, offered))
             for piece in pieces:
@@ -89,21 +90,6 @@ class ServerTensors:
                 if piece.length:
                     found.setdefault(entry.of, []).append(WantedBox(box, place))
         return found
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """See Receiver."""
-        return self._tensors.values()
-
-    def swap(self) -> None:
-        """See Receiver."""
-        with torch.no_grad():
-            for name, new in self._new.items():
-                self._tensors[name].copy_(new)
-        self.drop()
-
-    def drop(self) -> None:
-        """See Receiver."""
-        self._new = {}
 
     def _place(
         self, name: str, new: torch.Tensor, piece: _Piece, box: Box, pieces: list[_Piece]

@@ -101,7 +101,8 @@ def _is_quicker(fused: Callable[[], Any], plain: Callable[[], Any], axis: Axis, 
     a key. Collective at its first call with it."""
     measured = _measured()
     if key not in measured:
-        if compat.is_capturing():  # a CUDA graph, of a program that has not run before
+        # in a CUDA graph, of a program that has not run before, nothing can be timed
+        if torch.cuda.is_current_stream_capturing():
             return False
         took = torch.tensor([compat.gpu_milliseconds(run) for run in (fused, plain)])
         first, second = all_reduce(took.to(key[1]), "max", axis).tolist()

@@ -89,7 +89,6 @@ from autoshard.runtime.compat.groups import (
     has_lost_a_rank,
     has_symmetric_memory,
     host_group,
-    is_capturing,
     is_done,
     is_of_a_collective,
     matmul_scatter,
@@ -111,7 +110,6 @@ from autoshard.runtime.compat.inductor import (
 from autoshard.runtime.compat.inductor_artifacts import (
     cache_folder,
     empty_cache,
-    kind_of_device,
     kind_of_host,
     load_recorded,
     may_be_handed_on,
@@ -170,7 +168,6 @@ from autoshard.runtime.compat.tensors import (
     reduction_of,
     set_stored,
     shard_placement,
-    shards,
     share_spec,
     spec_of,
     transfers,

@@ -210,11 +210,6 @@ def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, dim: int, group: str) 
     return operator(x, weight, "sum", dim, group)  # type: ignore[no-any-return]
 
 
-def is_capturing() -> bool:
-    """Whether kernels are being captured as a CUDA graph, which cannot be timed."""
-    return torch.cuda.is_current_stream_capturing()
-
-
 def gpu_milliseconds(run: Callable[[], Any], times: int = 3) -> float:
     """Time of the quickest of some runs, after one that allocates what it needs."""
     run()

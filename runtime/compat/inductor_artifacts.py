@@ -133,11 +133,6 @@ def kind_of_host() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def kind_of_device(kind: str) -> str:
-    """What kernels of a device depend on, as its name says it; "" on the CPU."""
-    return torch.cuda.get_device_name() if kind == "cuda" else ""
-
-
 def cache_folder() -> str:
     """A name for the folder of Inductor's cache, the same for all processes that share it."""
     from torch._inductor.codecache import cache_dir

@@ -73,11 +73,6 @@ def placement_dim(placement: Placement) -> int | None:
     )
 
 
-def shards(placement: Placement) -> bool:
-    """Whether a placement gives each rank a slice of one dim."""
-    return isinstance(placement, (Shard, _StridedShard))
-
-
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself: `to_local()` costs an autograd function a call."""
     return tensor._local_tensor

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from autoshard.runtime import compat
 from autoshard.runtime.engine.generation import Engine, NewWeights
 from autoshard.runtime.errors import AutoshardError
-from autoshard.runtime.files import MOST_RANKS, FileEntry, is_file, read_json
+from autoshard.runtime.files import MOST_RANKS, FileEntry, read_json
 
 FORMAT, FORMAT_VERSION = "autoshard-engine", 1
 
@@ -86,7 +86,7 @@ def read_engine(directory: str | Path, config: dict[str, Any], rank: int) -> byt
 def _inside(directory: Path, name: str) -> Path:
     """The file of that name in the directory, not behind a link that leads out of it."""
     path = directory / name
-    if Path(name).name != name or name == ".." or not is_file(path):
+    if Path(name).name != name or name == ".." or not os.path.isfile(path):
         raise AutoshardError(f"{str(path)!r} is no file of the directory", remedy=_AGAIN)
     if path.resolve().parent != directory.resolve():
         raise AutoshardError(

@@ -267,14 +267,9 @@ def begin(module: nn.Module) -> None:
     refresh(module)
 
 
-_watching = False
-
-
+@functools.cache
 def _watch_optimizers() -> None:
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_refuse_pending)
+    register_optimizer_step_pre_hook(_refuse_pending)
 
 
 @compat.not_traced

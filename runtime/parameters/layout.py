@@ -184,7 +184,7 @@ def write_whole(whole: torch.Tensor, x: DTensor) -> None:
 
 def is_sharded(x: DTensor) -> bool:
     """Whether a rank holds a part of `x` only."""
-    return any(compat.shards(placement) for placement in compat.spec_of(x).placements)
+    return any(not (p.is_replicate() or p.is_partial()) for p in compat.spec_of(x).placements)
 
 
 def is_even(x: DTensor) -> bool:

@@ -65,23 +65,14 @@ def shared_seed(
     were used apart, do no harm.
     """
     axes = [one for one in (axis, outer, *others) if one is not None]
-    if axis.group.startswith(collectives.PREFIX):
+    if axis.group.startswith(collectives.PREFIX) and any(one.rank for one in axes):
         # threads share one generator: the first draws alone, as one process would
-        first = all(one.rank == 0 for one in axes)
-        seed = (
-            torch.ops.autoshard.random_seed(device)
-            if first
-            else torch.zeros((), dtype=torch.int64, device=device)
-        )
-        for one in axes:
-            seed = collectives.exchange(one, "seed", seed)[0]
-        return seed
-    seed = torch.ops.autoshard.random_seed(device)
-    c10d = torch.ops._c10d_functional
+        seed = torch.zeros((), dtype=torch.int64, device=device)
+    else:
+        seed = torch.ops.autoshard.random_seed(device)
     for one in axes:
         if one.size > 1:
-            sent = c10d.broadcast(seed.reshape(1), 0, one.group)
-            seed = c10d.wait_tensor(sent).reshape(())
+            seed = collectives.broadcast(seed.reshape(1), 0, one).reshape(())
     return seed
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime import collectives, compat
+from autoshard.runtime import compat
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.errors import AutoshardError
 
@@ -196,10 +196,7 @@ _of_thread: dict[tuple[int, int], Tracker] = {}
 
 
 def tracker_of(axis: Axis, outer: Axis | None = None) -> Tracker:
-    """The states of a rank of the tp axis, and of cp beside it: this process', or those of a
-    lockstep thread."""
-    if not axis.group.startswith(collectives.PREFIX):
-        return TRACKER
+    """The states of the lockstep thread of a rank of the tp axis, and of cp beside it."""
     with _lock:
         place = axis.rank, 0 if outer is None else outer.rank
         return _of_thread.setdefault(place, Tracker(axis.rank))

@@ -51,7 +51,6 @@ CACHES = {
     "autoshard/compiling/any_rank.py _signature": "the function",
     "autoshard/compiling/inner.py _source_digest": "our source files, as they were imported",
     "autoshard/export/rank_graph/core_operators.py _table": "torch's decompositions",
-    "autoshard/export/to_onnx.py _operator": "onnxscript's values",
     "autoshard/export/to_tensorrt/build.py log_of": "the module tensorrt",
     "autoshard/planning/estimate/weights.py step_work": "an optimizer's name, shape and dtype",
     "runtime/compat/tensors.py transfers": "torch's operators",
@@ -65,6 +64,7 @@ CACHES = {
     "runtime/parameters/eager/operator_names.py operator": "the name",
     "runtime/parameters/optimizers.py _watch_steps": "nothing: torch's hook is set once",
     "runtime/parameters/gradients.py _references_of_unshared": "this Python",
+    "runtime/parameters/gradients.py _watch_optimizers": "nothing: torch's hook is set once",
     # registers, filled when modules are imported
     "autoshard/export/to_tensorrt/converters/network.py CONVERTERS": "the operator",
     "autoshard/planning/rules/registry.py _rules": "the operator",

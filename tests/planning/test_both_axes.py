@@ -94,7 +94,6 @@ def every_outer_plan(gm: fx.GraphModule, machine: Machine, asked: TwoAxes) -> It
             width=0,
             work=0,
             prices=builder.prices,
-            held=[],
         )
         routes = tuple(one.route(source, want) for source, want in _reads(gm, one))
         if (key := (*drawn[: len(nodes)], *states, routes)) not in seen:

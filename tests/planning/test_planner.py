@@ -44,11 +44,11 @@ def planned(name: str, **options: Any) -> Program:
 @pytest.mark.slow
 def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an unrolled recurrence is; here the solver is allowed next to nothing: mini-buckets find a
-    plan, and by how much others may be cheaper, else what is in the way is held."""
+    plan, and by how much others may be cheaper."""
     case = CASES["llama"]
     model, batch = WithLoss(case), (case.make_batch(0),)
     (exact,), _ = programs(model, batch, [{"mesh": {"tp": 2}}])
-    assert not exact.decisions.held and "Not the cheapest" not in exact.explain()
+    assert exact.decisions.gap == 0 and "cheapest plan" not in exact.explain()
     _, _, *others = FactorGraph.__init__.__defaults__ or ()
     monkeypatch.setattr(FactorGraph.__init__, "__defaults__", (256, 20_000, *others))
     (proved,), _ = programs(model, batch, [{"mesh": {"tp": 2}}])
@@ -60,13 +60,6 @@ def test_a_graph_too_entangled_for_the_exact_plan(monkeypatch: pytest.MonkeyPatc
     assert 0 < parted.decisions.gap and above <= parted.decisions.gap
     assert "Not surely the cheapest plan: " in parted.explain()
     assert verify_program(parted, values).worst[1] < 1e-5
-    monkeypatch.setattr(FactorGraph, "bounded", lambda self: None)
-    (held,), values = programs(model, batch, [{"mesh": {"tp": 2}}])
-    assert held.decisions.held
-    assert exact.decisions.seconds < held.decisions.seconds
-    said = held.explain()
-    assert "Not the cheapest plan: " in said and held.decisions.held[0].name in said
-    assert verify_program(held, values).worst[1] < 1e-5
 
 
 class Packed(torch.nn.Module):

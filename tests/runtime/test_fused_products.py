@@ -53,7 +53,7 @@ def test_the_quicker_way_is_measured_once_for_all_ranks(monkeypatch: pytest.Monk
     measured_before: dict[Any, bool] = {}
     monkeypatch.setattr(fused, "_measured", lambda: measured_before)
     monkeypatch.setattr(compat, "has_symmetric_memory", reached.__getitem__)
-    monkeypatch.setattr(compat, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compat, "gpu_milliseconds", measured)
     monkeypatch.setattr(fused, "all_reduce", lambda *_: torch.tensor(next(slowest)))
 

@@ -56,13 +56,13 @@ def solve(
     problem = builder.build()
     if request.plan:
         constrain(gm, problem, request.plan)
-    solution, held = _solved(problem)
+    solution = _solved(problem)
     read = (*problem.read(solution), problem.output_states(solution))
     ordered = HeadTail(gm.graph, n, *read, request.contiguous_outputs)
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
         return solve(gm, n, machine, request, prices, True)
     variables = len(problem.variables) + len(problem.copies)
-    made = decided(ordered, problem, solution, variables, builder.prices, request, held)
+    made = decided(ordered, problem, solution, variables, builder.prices, request)
     return replace(made, losses=plan_losses(gm, made.strategies, n, request.chunking))
 
 
@@ -73,10 +73,9 @@ def decided(
     variables: int,
     prices: AxisPrices,
     request: Request,
-    held: list[fx.Node],
 ) -> Decisions:
     """The plan of an axis. problem: what the axis offers; solution: of it, or of one around it with
-    so many `variables`. held: nodes that were not chosen by cost."""
+    so many `variables`."""
     strategies = ordered.strategies
     stored = {node: output_state(strategies[node], None) for node in request.parameters}
     travelling = stacks_by(strategies, WEIGHTS)
@@ -95,7 +94,6 @@ def decided(
         work=solution.work,
         gap=solution.gap,
         prices=prices,
-        held=held,
         unbalanced=ordered.unbalanced,
         weights={
             node: prices.batch_choice(node, state, node in travelling)
@@ -167,27 +165,15 @@ def keep_only(problem: Problem, variable: int, allowed: list[bool]) -> None:
     problem.graph.add((variable,), np.where(np.array(allowed), 0.0, np.inf))
 
 
-def _solved(problem: Problem) -> tuple[Solution, list[fx.Node]]:
-    """The cheapest assignment, and the nodes whose value or copy was not chosen by cost.
-
-    Where a graph is too entangled for the exact elimination (a recurrence that is unrolled), the
-    assignment is that of mini-buckets, with its gap; where they find none that is allowed, the
-    values in the way are held, as a rule replicated, and the plan is the cheapest of the rest.
-    """
-    held: set[int] = set()
-    while True:
-        try:
-            solution = problem.graph.solve()
-        except TooWide as wide:
-            if not held and (bounded := problem.graph.bounded()):
-                return bounded, []
-            for variable, allowed in wide.entangled.items():
-                values = range(problem.graph.size(variable))
-                keep_only(problem, variable, [i == allowed for i in values])
-            held |= wide.entangled.keys()
-        else:
-            choices = (*problem.variables.items(), *problem.copies.items())
-            return solution, list(dict.fromkeys(node for node, i in choices if i in held))
+def _solved(problem: Problem) -> Solution:
+    """The cheapest assignment; where a graph is too entangled for the exact elimination (a
+    recurrence that is unrolled), that of mini-buckets, with its gap."""
+    try:
+        return problem.graph.solve()
+    except TooWide:
+        if (bounded := problem.graph.bounded()) is None:
+            raise
+        return bounded
 
 
 def at_dearer_bytes(

@@ -335,7 +335,7 @@ def _solve(
     if ordered.unbalanced and not contiguous:  # which costs more than was thought
         return _solve(gm, machine, asked, prices, contiguous=True)
     variables = len(problem.variables) + len(problem.copies)
-    return decided(ordered, alone, solution, variables, outer.prices, asked.outer, [])
+    return decided(ordered, alone, solution, variables, outer.prices, asked.outer)
 
 
 def _is_plain(gm: fx.GraphModule) -> bool:

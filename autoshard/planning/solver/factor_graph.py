@@ -45,14 +45,7 @@ class Infeasible(PlanError):
 
 
 class TooWide(PlanError):
-    """The exact minimum would take more work than allowed.
-
-    entangled: the variables that stand in the way, each with the first value it may take.
-    """
-
-    def __init__(self, text: str, entangled: dict[int, int]) -> None:
-        super().__init__(text)
-        self.entangled = entangled
+    """The exact minimum would take more work than allowed."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +104,6 @@ class FactorGraph:
         self._unary.append(_checked(np.zeros(size) if cost is None else cost, (size,), name))
         return index
 
-    def size(self, variable: int) -> int:
-        """The number of values of a variable."""
-        return self._sizes[variable]
-
     @property
     def unary(self) -> tuple[Table, ...]:
         """The cost of each value of each variable."""
@@ -170,7 +159,8 @@ class FactorGraph:
 
     def bounded(self) -> Solution | None:
         """A good assignment, where `solve` raises TooWide, and its gap: 0 where mini-buckets show
-        that it is the minimum. None where they find none that is allowed.
+        that it is the minimum. None where they find none that is allowed, and with the first value
+        that is left of what is in the way, as a rule replicated, there is none either.
 
         Their tables grow until the gap is closed, or the work would.
         """
@@ -181,6 +171,10 @@ class FactorGraph:
         least, bound = math.inf, -math.inf
         best: dict[int, int] = {}
         width = work = 0
+
+        def total(one: dict[int, int]) -> float:
+            return math.fsum(f.table[tuple(one.get(v, 0) for v in f.scope)] for f in factors)
+
         for limit in _PARTS:
             run = MiniBuckets(factors, order, sizes, limit)
             found = [run.assignment()]
@@ -190,14 +184,16 @@ class FactorGraph:
                 better, more = refined(factors, sizes, best)
                 found, work = [*found, better], work + more
             for one in found:
-                cost = math.fsum(f.table[tuple(one.get(v, 0) for v in f.scope)] for f in factors)
-                if cost < least:
+                if (cost := total(one)) < least:
                     least, best = cost, one
-            if least - bound <= _ROUNDING * abs(least):
+            if least - bound <= _ROUNDING * abs(least) < math.inf:
                 bound = least
             if last or bound == least:
                 break
-        if not best:
+        if math.isinf(least):
+            best, more = refined(factors, sizes, {})
+            least, work = total(best), work + more
+        if math.isinf(least):
             return None
         assignment = [int(v[best.get(i, 0)]) for i, v in enumerate(domains)]
         return Solution(assignment, self._cost(assignment), width, work, least - bound)
@@ -229,8 +225,7 @@ class FactorGraph:
                     f"of {sum(entries):.3g} table entries, more than {self._work_limit:.3g}; the "
                     f"largest table joins {len(widest)} variables: "
                     f"{', '.join(f'{self._names[v]} ({sizes[v]} values)' for v in widest[:12])}. "
-                    "Offer fewer values for these.",
-                    {v: int(domains[v][0]) for v in cutset or widest[:1]},
+                    "Offer fewer values for these."
                 )
             large = (b for b, size in zip(buckets, entries) if size > self._table_limit)
             count = Counter(v for bucket in large for v in bucket)

@@ -137,7 +137,8 @@ def unscaled(
     """GradScaler's `_amp_foreach_non_finite_check_and_unscale_`: every rank learns of an infinity
     of any. DTensor's own asks along the axes of the list's first tensor alone."""
     with compat.plain_attributes(), torch.no_grad():
-        func(_parts(cls, tensors), found_inf, scale)
+        parts = [compat.local_of(x) if type(x) is cls else x for x in tensors]
+        func(parts, found_inf, scale)
         stored = [x for x in tensors if type(x) is cls]
         split: dict[tuple[Axis, ...], set[int]] = {}
         for x in stored:
@@ -146,10 +147,6 @@ def unscaled(
         for axes, over in split.items():
             found_inf.copy_(_over_axes(found_inf.view(1), "max", [tuple(over)], axes)[0])
         increment_version(stored)
-
-
-def _parts(cls: type[DTensor], tensors: Sequence[Any]) -> list[torch.Tensor]:
-    return [compat.local_of(x) if type(x) is cls else x for x in tensors]
 
 
 def _over_axes(

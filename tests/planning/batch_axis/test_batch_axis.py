@@ -106,7 +106,7 @@ def least(gm: fx.GraphModule, request: Request, machine: Machine, prices: Prices
     for scope, table in tables:
         if scope[-1] >= variables:
             of_choices[scope[-1] - variables] = table.shape[-1]
-    sizes = [graph.size(v) for v in range(variables)] + of_choices
+    sizes = [len(cost) for cost in graph.unary[:variables]] + of_choices
     assert math.prod(sizes) < 2**28, sizes
     total = np.zeros([1] * len(sizes))
     for scope, table in tables:

@@ -33,7 +33,7 @@ from autoshard.export.rank_graph.evaluation import (
     size_of,
 )
 from autoshard.export.rank_graph.graph import Constants, call_like
-from autoshard.planning import arguments
+from autoshard.planning import arguments, reached
 
 aten = torch.ops.aten
 
@@ -72,15 +72,13 @@ class Tables:
         (self.sequence,) = [symbol for symbol, name in sizes.items() if name == "sequence"]
         self.primes = numbers_of(sizes, **PRIMES)
         self._longest = numbers_of(sizes, 1, length)
-        self.of_input, self._moving = set(inputs), set[fx.Node]()
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            read = node.all_input_nodes
-            if node.target is not aten.sym_size.int and not self.of_input.isdisjoint(read):
-                self.of_input.add(node)
-            if reads(node, self.sequence) or not self._moving.isdisjoint(read):
-                self._moving.add(node)
+        self.of_input = reached(
+            inputs, lambda node: [u for u in node.users if u.target is not aten.sym_size.int]
+        )
+        made = (node for node in graph.nodes if node.op == "call_function")
+        self._moving = reached(
+            (node for node in made if reads(node, self.sequence)), lambda node: node.users
+        )
         self._known: dict[tuple[int, int], dict[fx.Node, Any]] = {}
         self._places: dict[fx.Node, Place | None] = {}
         self._copies: dict[fx.Node, fx.Node] = {}
