@@ -4,6 +4,7 @@
     python benchmarks/first_step.py --kernels --layers 8 [--meshes tp=2]
     python benchmarks/first_step.py --alone --layers 8 126 [--meshes tp=2]
     python benchmarks/first_step.py --checkpointed --layers 8 [--meshes tp=2]
+    python benchmarks/first_step.py --dropout --layers 8 [--meshes tp=2]
 
 A Llama 256 wide, forward and backward, each row in a process of its own with empty caches: rank 0
 of two, of which the other is not there (collectives return at once). Seconds are CPU time of the
@@ -11,7 +12,8 @@ process, one thread. Kernels are not compiled, which is a C++ or Triton compiler
 processes, and the same at any depth: equal kernels are compiled once. With --kernels they are, also
 for `whole`, autoshard with AUTOSHARD_DISABLE=equal_layers, and `step` is the least of 20 steps in
 milliseconds, `peak` the most bytes that tensors of a step hold. With --checkpointed backward
-computes each layer again.
+computes each layer again; with --dropout a tenth of each attention's and feed-forward's results is
+dropped.
 
 `regions` are the pieces of code that Inductor made of forward and backward. `ratio` is that of
 seconds to plain torch.compile's at the same depth, which --alone leaves out; `growth` to those of
@@ -85,7 +87,7 @@ def clock(kernels: bool) -> Iterator[dict[str, float]]:
     found.update({phase: sum(times.get(n, 0.0) for n in names) for phase, names in PHASES.items()})
 
 
-def row(name: str, layers: int, kernels: bool, checkpointed: bool) -> dict[str, Any]:
+def row(name: str, layers: int, asked: argparse.Namespace) -> dict[str, Any]:
     """The first step of one way, in this process."""
     import torch
     import torch.distributed as dist
@@ -99,7 +101,10 @@ def row(name: str, layers: int, kernels: bool, checkpointed: bool) -> dict[str, 
     torch.manual_seed(0)
     shape = Shape(vocab=2048, width=256, hidden=704, layers=layers, heads=8, length=128)
     llama, ids = Llama(shape), torch.randint(2048, (2, 128))
-    for block in llama.blocks if checkpointed else ():
+    for block in llama.blocks if asked.dropout else ():
+        block.attention.o = torch.nn.Sequential(block.attention.o, torch.nn.Dropout(0.1))
+        block.mlp.down = torch.nn.Sequential(block.mlp.down, torch.nn.Dropout(0.1))
+    for block in llama.blocks if asked.checkpointed else ():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     model = WithLoss(llama)
     options: dict[str, Any] = {}
@@ -118,13 +123,13 @@ def row(name: str, layers: int, kernels: bool, checkpointed: bool) -> dict[str, 
     call = torch.compile(model, **options)
     with (
         mock.patch.object(inductor_regions, "compile_parts", counting),
-        clock(kernels) as seconds,
+        clock(asked.kernels) as seconds,
     ):
         start = time.process_time()
         call(ids).backward()
         seconds["total"] = time.process_time() - start
     found: dict[str, Any] = {"seconds": seconds, "regions": sum(regions) or 2}
-    if kernels:
+    if asked.kernels:
         found["step"] = min(step(call, model, ids) for _ in range(20))
         found["peak"] = peak(call, model, ids)
     return found
@@ -174,20 +179,20 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=["tp=2", "dp_shard=2"], help="of two ranks")
     parser.add_argument("--kernels", action="store_true", help="compile and run them")
     parser.add_argument("--checkpointed", action="store_true", help="each layer")
+    parser.add_argument("--dropout", action="store_true", help="in each layer")
     parser.add_argument("--alone", action="store_true", help="without plain torch.compile")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        args.json.write_text(
-            json.dumps(row(args.row, args.layers[0], args.kernels, args.checkpointed))
-        )
+        args.json.write_text(json.dumps(row(args.row, args.layers[0], args)))
         return
     phases = ["dynamo", "plan", "joint trace", "partition", "joint passes", "passes", "inductor"]
     print(f"{'':16}{'layers':>7}{'regions':>8}{'total s':>8}{'ratio':>7}{'growth':>7}", end="")
     print("".join(f"{phase:>13}" for phase in phases), *["  step ms   peak MB"][: args.kernels])
     rows: dict[str, Any] = {}
-    flags = ["--kernels"][: args.kernels] + ["--checkpointed"][: args.checkpointed]
+    told = ("kernels", "checkpointed", "dropout")
+    flags = [f"--{flag}" for flag in told if getattr(args, flag)]
     for layers in args.layers:
         ends = (" whole", "") if args.kernels else ("",)
         ways = [f"{mesh}{end}" for mesh in args.meshes for end in ends]

@@ -41,6 +41,7 @@ from autoshard.passes.lib.bucketing import (
 from autoshard.passes.lib.layouts import permutation
 from autoshard.passes.localize import Localize, Rewriting
 from autoshard.passes.match_experts import MatchExperts, MixtureFound
+from autoshard.passes.number_draws import NumberDraws
 from autoshard.passes.pipeline import (
     OPTIONAL,
     ORDER,

@@ -24,6 +24,7 @@ from autoshard.passes.invariant_random import InvariantRandom
 from autoshard.passes.keep_on_host import keep_on_host
 from autoshard.passes.localize import Localize
 from autoshard.passes.match_experts import MatchExperts
+from autoshard.passes.number_draws import NumberDraws
 from autoshard.passes.recover_masks import RecoverMasks
 from autoshard.passes.reduce_scatter_by_all_to_all import ReduceScatterByAllToAll
 from autoshard.passes.save_bases import save_bases
@@ -62,7 +63,7 @@ PIPELINE = (
         "local",
         (
             *(Localize, ExchangeExperts, DataParallel, GlobalTokenMean),
-            *(FuseInferenceLayers, ChunkLoss),
+            *(FuseInferenceLayers, ChunkLoss, NumberDraws),
         ),
     ),
     # a forward and a backward together, as AOTAutograd has cut them

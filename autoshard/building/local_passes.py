@@ -24,6 +24,7 @@ from autoshard.passes import (
     InvariantRandom,
     Localize,
     MatchExperts,
+    NumberDraws,
     Pass,
     RecoverMasks,
     ShiftLabels,
@@ -75,7 +76,7 @@ def local_passes(
     microbatch: str,
 ) -> list[Pass]:
     """The passes that make the planned graph one rank's, with their options."""
-    passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives)]
+    passes: list[Pass] = [Localize(planned.decisions, config.recompute_collectives), NumberDraws()]
     if not is_trained(planned.serial):
         passes.append(FuseInferenceLayers())
     passes += ChunkLoss.of(planned.decisions.losses)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
 from autoshard.runtime.compat.aot import (
@@ -32,7 +33,8 @@ from autoshard.runtime.compat.version import probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Operators that Inductor gets in smaller ones, which it fuses."""
+"""Operators that Inductor gets in smaller ones, which it fuses: where it compiles a graph, as those
+of a layer's random numbers are three times as many as all others."""
 
 Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
@@ -83,21 +85,16 @@ def inductor_compile(
             own = len([*gm.named_parameters(), *gm.named_buffers()])
             options["static_input_idxs"] = [*range(own), *(own + i for i in fixed)]
             moving.update(_made_outside(graph))
-        if finish is None:
-            with doing(work), in_regions(regions, doing), _unlogged():
-                return compile_fx_inner(graph, inputs, **options)
-        print_late(graph)
-        finish(graph, backward)
-        with (
-            doing(work),
-            config.patch(post_grad_custom_post_pass=keep_order(order)),
-            first_compiles(graph, once),
-            in_regions(regions, doing),
-            _unlogged(),
-        ):
+        passes: dict[str, Any] = {"post_grad_custom_pre_pass": expand()}
+        shared: Any = contextlib.nullcontext()
+        if finish is not None:
+            print_late(graph)
+            finish(graph, backward)
+            passes["post_grad_custom_post_pass"] = keep_order(order)
+            shared = first_compiles(graph, once)
+        with doing(work), config.patch(passes), shared, in_regions(regions, doing), _unlogged():
             return compile_fx_inner(graph, inputs, **options)
 
-    add_decompositions()
     keep_renames()
     # AOTAutograd's cache takes only functions it is told of; the value becomes part of the key.
     known = config.unsafe_marked_cacheable_functions
@@ -183,17 +180,33 @@ def _not_among(graph: fx.GraphModule, positions: Sequence[int], names: set[str])
     return [i for i in positions if inputs[i].name not in names]
 
 
-def add_decompositions() -> None:
-    """Give Inductor `DECOMPOSITIONS`.
+def expand() -> Any:
+    """Inductor's first pass over what it compiles, one region or a whole graph: that which is set
+    there already, then `DECOMPOSITIONS`."""
+    return _behind("post_grad_custom_pre_pass", _expanded)
 
-    In its own table: a table given by argument is part of the key of Inductor's cache, which
-    cannot write it down, and then caches nothing.
-    """
-    from torch._inductor.decomposition import decompositions, fast_random_decomps
 
-    if not decompositions.keys() >= DECOMPOSITIONS.keys():
-        decompositions.update(DECOMPOSITIONS)
-        fast_random_decomps.cache_clear()
+def _expanded(graph: fx.Graph) -> None:
+    from torch._guards import detect_fake_mode
+    from torch._inductor.pattern_matcher import fwd_only
+
+    for one, smaller in DECOMPOSITIONS.items():
+        for node in graph.find_nodes(op="call_function", target=one):
+            leaves, spec = pytree.tree_flatten(node.args)  # what is traced takes no lists
+            values: Any = fx.node.map_arg(leaves, lambda n: n.meta["val"])
+
+            def run(*leaves: Any, smaller: Any = smaller, spec: Any = spec) -> Any:
+                return smaller(*pytree.tree_unflatten(leaves, spec))
+
+            with detect_fake_mode(values):  # type: ignore[union-attr]
+                traced = fwd_only(run, values, run_functional_passes=False).graph
+            with graph.inserting_before(node):
+                given = dict(zip(traced.find_nodes(op="placeholder"), leaves))
+                made: Any = graph.graph_copy(traced, given)  # type: ignore[arg-type]
+            for item in list(node.users):
+                item.replace_all_uses_with(made[item.args[1]])
+                graph.erase_node(item)
+            graph.erase_node(node)
 
 
 def keep_renames() -> None:
@@ -347,28 +360,39 @@ def _keep_copies(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
 
 
 def keep_order(order: Order | None) -> Any:
-    """Inductor's last pass over a graph: the pass that is set there already, then the dependencies.
+    """Inductor's last pass over a graph: that which is set there already, then the dependencies."""
+    from torch._inductor import config
+
+    if order is None:
+        return config.post_grad_custom_post_pass
+    chosen = order
+
+    def ordered(graph: fx.Graph) -> None:
+        from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+        needed = chosen(graph)
+        preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
+
+    return _behind("post_grad_custom_post_pass", ordered, chosen.__code__.co_filename)
+
+
+def _behind(name: str, ours: Callable[[fx.Graph], None], *files: str) -> Any:
+    """The pass that Inductor has under a name in its configuration, then ours, of `files`.
 
     Only a class with a `uuid` lets Inductor cache what it compiles.
     """
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    theirs: Any = config.post_grad_custom_post_pass
-    if order is None:
-        return theirs
-    chosen = order
+    theirs: Any = getattr(config, name)
 
-    class KeepOrder(CustomGraphPass):
+    class Both(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-
             if theirs is not None:
                 theirs(graph)
-            needed = chosen(graph)
-            preserve_node_ordering(graph, {n: OrderedSet(deps) for n, deps in needed.items()})
+            ours(graph)
 
         def uuid(self) -> Any:
-            return _joint_key(() if theirs is None else (theirs,), chosen.__code__.co_filename)
+            return _joint_key(() if theirs is None else (theirs,), *files)
 
-    return KeepOrder()
+    return Both()

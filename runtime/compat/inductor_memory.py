@@ -19,7 +19,7 @@ from torch import fx
 from autoshard.runtime.compat.aot import AfterCut, Finish, to_be_read, twice
 from autoshard.runtime.compat.inductor import (
     Order,
-    add_decompositions,
+    expand,
     keep_order,
     keep_renames,
     partitioner,
@@ -114,14 +114,17 @@ def _generated(
             finish(graph, bool(found))
         inference = bool(options.get("is_inference"))
         try:
-            with inductor_config.patch(post_grad_custom_post_pass=keep_order(order)):
+            passes = {
+                "post_grad_custom_pre_pass": expand(),
+                "post_grad_custom_post_pass": keep_order(order),
+            }
+            with inductor_config.patch(passes):
                 found.append(_graph(graph, inputs, inference, bool(found)))
         except Exception as error:
             failed.append(error)
             raise
         return to_be_read
 
-    add_decompositions()
     keep_renames()
     # nothing is compiled, so nothing may be cached; backward is made when forward is, not later
     try:

@@ -151,8 +151,6 @@ torch._inductor.custom_graph_pass.CustomGraphPass
 torch._inductor.custom_graph_pass.CustomPartitionerFn
 torch._inductor.custom_graph_pass.get_hash_for_files
 torch._inductor.debug.DebugContext
-torch._inductor.decomposition.decompositions
-torch._inductor.decomposition.fast_random_decomps
 torch._inductor.dependencies.StarDep
 torch._inductor.dependencies.WeakDep
 torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
@@ -161,6 +159,7 @@ torch._inductor.graph.GraphLowering
 torch._inductor.ir
 torch._inductor.list_mode_options
 torch._inductor.output_code.CompiledFxGraph
+torch._inductor.pattern_matcher.fwd_only
 torch._inductor.pattern_matcher.stable_topological_sort
 torch._inductor.scheduler.SchedulerNode.recompute_size_and_body
 torch._inductor.utils.BoxedBool

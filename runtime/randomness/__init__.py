@@ -38,4 +38,4 @@ from autoshard.runtime.randomness.generators import (
     fork,
     region,
 )
-from autoshard.runtime.randomness.philox import VERSION
+from autoshard.runtime.randomness.philox import DRAWING, VERSION, Drawing

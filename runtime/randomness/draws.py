@@ -219,18 +219,17 @@ def on_shard(
     again with None, which tracked seeds alone ask for.
     """
     if outer is None:
-        return DRAWING[op](first, *args, part=_place(first.shape[dim], dim, extent, axis))
-    seed = [one for one in args if isinstance(one, torch.Tensor)][-1]
-    if seed.dim():  # of `tracked_seeds`: shards of an outer axis are as batches of their own
-        own = _apart(seed, outer.rank)
-        args = tuple(own if one is seed else one for one in args)
+        return DRAWING[op].run(first, *args, part=_place(first.shape[dim], dim, extent, axis))
+    at = DRAWING[op].seed - 1
+    if args[at].dim():  # of `tracked_seeds`: shards of an outer axis are as batches of their own
+        args = (*args[:at], _apart(args[at], outer.rank), *args[at + 1 :])
         part = None if inner_dim is None else Part(inner_dim, 0, first.shape[inner_dim])
-        return DRAWING[op](first, *args, part=part)
+        return DRAWING[op].run(first, *args, part=part)
     assert inner_dim is not None
     length = first.shape[dim] * (axis.size if inner_dim == dim else 1)
     within = _place(length, dim, extent, outer)
     part = _place(first.shape[inner_dim], inner_dim, None, axis)._replace(within=within)
-    return DRAWING[op](first, *args, part=part)
+    return DRAWING[op].run(first, *args, part=part)
 
 
 def _place(length: int, dim: int, extent: int | None, axis: Axis) -> Part:
@@ -244,7 +243,7 @@ def on_microbatch(
 ) -> Any:
     """As `on_shard`, of rows that the last argument says: a tensor of one element, the first."""
     *given, start = args
-    return DRAWING[op](first, *given, part=Part(dim, start.reshape(()), extent))
+    return DRAWING[op].run(first, *given, part=Part(dim, start.reshape(()), extent))
 
 
 # a CUDA graph would draw once, and copy from memory that is gone: it has the seed from outside

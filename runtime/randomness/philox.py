@@ -83,10 +83,13 @@ def _divided(x: torch.Tensor, divisor: int, total: int) -> torch.Tensor:
     return ((x & _WORD) * (-(-(1 << shift) // divisor))) >> shift
 
 
-def words(seed: torch.Tensor, index: torch.Tensor, call: int, *, large: bool) -> list[Any]:
+def words(
+    seed: torch.Tensor, index: torch.Tensor, call: int | torch.Tensor, *, large: bool
+) -> list[Any]:
     """Four int64 tensors of `index`'s shape, each a random 32-bit word: one block of Philox.
 
-    seed: int64 scalar, the 64 bits of the key. call: distinguishes the draws under one seed.
+    seed: int64 scalar, the 64 bits of the key. call: distinguishes the draws under one seed; a
+    tensor is an int64 scalar.
     large: whether an index may be 2**32 or more.
     """
     # The mask also keeps Inductor from folding the first product into its index arithmetic, which
@@ -117,7 +120,7 @@ class Draw(NamedTuple):
     """
 
     seed: torch.Tensor
-    call: int
+    call: int | torch.Tensor
     part: Part | None = None
 
     def words(self, shape: Sequence[int], count: int = 4) -> list[Any]:
@@ -130,7 +133,8 @@ class Draw(NamedTuple):
         place: Any = (-1, 0, 0) if part is None else part[:3]
         starts = isinstance(place[1], torch.Tensor)
         drawn = torch.ops.autoshard.philox_from if starts else torch.ops.autoshard.philox
-        found: list[Any] = drawn.v1(seed, shape, *place, call, count)
+        number = call if isinstance(call, torch.Tensor) else seed.new_full((), call)
+        found: list[Any] = drawn.v1(seed, shape, *place, number, count)
         return found
 
     def keep(self, shape: Sequence[int], p: float) -> torch.Tensor:
@@ -163,8 +167,17 @@ class Draw(NamedTuple):
 # count up whenever a function of one gives other numbers, or an old cache would go on giving them.
 VERSION = "v1"
 
-DRAWING: dict[str, Callable[..., Any]] = {}
-"""By name of an operator that draws: its function."""
+
+class Drawing(NamedTuple):
+    """The function of an operator that draws, and the places of its seed and of its call."""
+
+    run: Callable[..., Any]
+    seed: int
+    call: int
+
+
+DRAWING: dict[str, Drawing] = {}
+"""By the operator's name."""
 
 
 def drawing(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -179,7 +192,7 @@ def drawing(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             draw = Draw(args[at], args[last], part)
             return function(*args[:at], draw, *args[at + 1 : last], *args[last + 1 :])
 
-        DRAWING[function.__name__] = run
+        DRAWING[function.__name__] = Drawing(run, at, last)
         compat.define_operator(f"{function.__name__}.{VERSION}({schema}", run)
         return run
 
@@ -192,7 +205,7 @@ def composed(
     dim: int,
     start: int | torch.Tensor,
     extent: int,
-    call: int,
+    call: torch.Tensor,
     count: int,
 ) -> list[Any]:
     """The operator autoshard::philox in integer operators, for compilers that fuse them."""
@@ -201,7 +214,11 @@ def composed(
 
 
 def _numbered(
-    shape: Sequence[int], part: Part | None, seed: torch.Tensor, call: int, count: int
+    shape: Sequence[int],
+    part: Part | None,
+    seed: torch.Tensor,
+    call: int | torch.Tensor,
+    count: int,
 ) -> list[Any]:
     index = element_index(shape, part, seed.device)
     whole = list(shape)
@@ -219,7 +236,7 @@ def _kernel(
     dim: int,
     start: int | torch.Tensor,
     extent: int,
-    call: int,
+    call: torch.Tensor,
     count: int,
 ) -> list[torch.Tensor]:
     """The same numbers, operator by operator: in place, on a CPU in blocks that fit its cache."""
@@ -242,12 +259,12 @@ def _kernel(
 
 
 def _rounds(
-    index: torch.Tensor, call: int, low: torch.Tensor, high: torch.Tensor
+    index: torch.Tensor, call: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """`words` without a temporary: six buffers of index's shape take turns."""
     b = index >> 32
     a = index.bitwise_and_(_WORD)
-    c, d = torch.full_like(a, call), torch.zeros_like(a)
+    c, d = call.expand_as(a).clone(), torch.zeros_like(a)
     free = [torch.empty_like(a) for _ in range(2)]
     for i in range(ROUNDS):
         first = torch.mul(a, _MULTIPLIERS[0] - 2**32, out=free[0])
@@ -272,7 +289,7 @@ def _fraction(found: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
 for _name, _start in (("philox", "SymInt"), ("philox_from", "Tensor")):
     _operator = compat.define_operator(
         f"{_name}.v1(Tensor seed, SymInt[] shape, int dim, {_start} start, SymInt extent, "
-        "int call, int count) -> Tensor[]",
+        "Tensor call, int count) -> Tensor[]",
         _kernel,
         lambda seed, shape, *more: [seed.new_empty(shape) for _ in range(more[-1])],
     )

@@ -33,28 +33,31 @@ from traced import builder
 
 
 class Stack(nn.Module):
-    """Layers, of which one may have another gate; the loss."""
+    """Layers, of which one may have another gate, with dropout where asked; the loss."""
 
-    def __init__(self, layers: int, other: int | None = None) -> None:
+    def __init__(self, layers: int, other: int | None = None, rate: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(rate)
         self.layers = nn.ModuleList([GatedLayer(i == other) for i in range(layers)])
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = self.dropout(layer(x))
         return self.head(x).square().mean()
 
 
 @functools.cache
-def built(layers: int, other: int | None) -> Callable[..., Program]:
-    return builder(Stack(layers, other), (torch.ones(4, 6, 8),))
+def built(layers: int, other: int | None, rate: float) -> Callable[..., Program]:
+    return builder(Stack(layers, other, rate), (torch.ones(4, 6, 8),))
 
 
 @functools.cache
-def graphs(axis: str, layers: int, other: int | None = None) -> tuple[fx.GraphModule, ...]:
+def graphs(
+    axis: str, layers: int, other: int | None = None, rate: float = 0.0
+) -> tuple[fx.GraphModule, ...]:
     size = 1 if axis == "dp_replicate" else 2
-    running = built(layers, other)({axis: size}, planner={"bucket_bytes": 8000}).running
+    running = built(layers, other, rate)({axis: size}, planner={"bucket_bytes": 8000}).running
     assert running.backward is not None
     return running.forward, running.backward
 
@@ -113,6 +116,14 @@ def test_as_many_regions_for_any_depth(axis: str) -> None:
         assert most[1] == most[0] + 4
         if axis == "tp":  # buckets are of so many bytes
             assert len({part.key for part in more}) == len({part.key for part in less}) <= 4
+
+
+def test_layers_that_draw_are_one_region() -> None:
+    """Of forward; backward reads masks."""
+    for layers in (8, 12):
+        parts = regions(graphs("tp", layers, rate=0.1)[0])
+        assert max(Counter(part.key for part in parts).values()) >= layers - 1
+        assert len({part.key for part in parts}) <= 4
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -32,7 +32,7 @@ class Stack(nn.Module):
     """Layers that read each other and, where asked, one value in front of all, which is made of a
     constant, too; the loss.
 
-    kept: the number of a layer whose value the loss reads too.
+    kept: the number of a layer whose value the loss reads too. rate: of dropout behind each layer.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class Stack(nn.Module):
         kept: int | None = None,
         other: int | None = None,
         front: bool = False,
+        rate: float = 0.0,
     ) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(rate)
         self.layers = nn.ModuleList([GatedLayer(i == other) for i in range(layers)])
         self.front = nn.Linear(8, 8) if front else None
         self.kept = kept
@@ -51,7 +53,7 @@ class Stack(nn.Module):
         bias = None if self.front is None else self.front(x) * torch.tensor([1.0, 2.0] * 4)
         values = []
         for layer in self.layers:
-            x = layer(x) if bias is None else layer(x + bias)
+            x = self.dropout(layer(x) if bias is None else layer(x + bias))
             values.append(x)
         return x.square().mean() if self.kept is None else (x * values[self.kept]).mean()
 
@@ -167,6 +169,12 @@ MESHES: list[dict[str, int]] = [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp"
 def test_layers_that_read_one_value(mesh: dict[str, int]) -> None:
     """Its gradient is summed up from layer to layer."""
     check(stacked(front=True)(mesh))
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+@pytest.mark.parametrize("rng", ["invariant", "tracker"])
+def test_layers_that_draw(mesh: dict[str, int], rng: str) -> None:
+    check(stacked(front=True, rate=0.1)(mesh, rng=rng))
 
 
 class Checkpointed(nn.Module):

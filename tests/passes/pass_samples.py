@@ -153,6 +153,7 @@ SAMPLES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int
     "global_token_mean": (Classifier, (4, 8), {"dp_replicate": 2}, ""),
     "fuse_inference_layers": (Served, (2, 8), {"tp": 2}, ""),
     "chunk_loss": (Scored, (2, 6, 8), {"dp_replicate": 2}, ""),
+    "number_draws": (Random, (4, 8), {"tp": 2}, ""),
     "bucket_parameters": (Two, (4, 8), {"dp_shard": 2}, "forward"),
     "fuse_collectives": (lambda: Gated(64), (512, 64), {"tp": 2}, "forward"),
     "delay_weight_products": (Gated, (4, 8), {"tp": 2}, "backward"),
