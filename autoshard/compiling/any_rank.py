@@ -10,7 +10,8 @@ by a rank that has another number after a restart. Where the number is read, it 
 buffer of the graph: the start of a slice, the first class of a vocabulary. Else it is 0.
 
 A rank keeps its own graph where the number decides a shape or what runs: rows that the axis does
-not divide, head-tail order, causal prefixes, random numbers, a padding index, padding with zeros.
+not divide, head-tail order, causal prefixes, random numbers on two axes, a padding index, padding
+with zeros.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from autoshard.runtime.operators import (
     vocab_parallel_nll,
 )
 from autoshard.runtime.parameters import unshard
+from autoshard.runtime.randomness import on_shard, shared_seed, tracked_seeds
 
 _UNREAD, _VALUE, _TEXT = "unread", "value", "text"
 """How a node needs the number: not at all; as a value; as text, to choose shapes or operators."""
@@ -132,6 +134,14 @@ def _of_loss(node: fx.Node) -> str:
     return _TEXT if smoothed else _value_where(_given(node, "classes"), node)
 
 
+def _of_draw(node: fx.Node) -> str:
+    """Elements are counted from the first that the rank holds."""
+    if _given(node, "outer") is not None:
+        return _TEXT
+    extent = _given(node, "extent")
+    return _VALUE if extent is None else _value_where(extent, node)
+
+
 def _value_where(extent: Any, node: fx.Node) -> str:
     """Ranks have as many rows as each other only where the axis divides them."""
     (axis,) = _axes(node)
@@ -160,6 +170,9 @@ _NEEDS: dict[Callable[..., Any], Callable[[fx.Node], str]] = {
     vocab_parallel_embedding: _of_lookup,
     vocab_parallel_cross_entropy: _of_loss,
     vocab_parallel_nll: _of_loss,
+    on_shard: _of_draw,
+    shared_seed: _unread,
+    tracked_seeds: _unread,
     share_of_mean: _unread,
     share_of_equal_mean: _unread,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
@@ -18,6 +19,7 @@ from autoshard.runtime.operators import (
     vocab_parallel_embedding,
     vocab_parallel_nll,
 )
+from autoshard.runtime.randomness import on_shard, shared_seed
 from gloo_pool import GlooPool
 
 
@@ -34,11 +36,16 @@ class Tokens(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def texts(mesh: dict[str, int], model: nn.Module, **options: Any) -> set[str]:
+IDS = torch.zeros(4, 8, dtype=torch.long)
+
+
+def texts(
+    mesh: dict[str, int], model: nn.Module, x: torch.Tensor = IDS, **options: Any
+) -> set[str]:
     """What differs between ranks in the texts of their graphs: one text where nothing does."""
-    ids, found = torch.zeros(4, 8, dtype=torch.long), set()
+    found = set()
     for rank in range(4 if len(mesh) == 2 else 2):
-        program = autoshard.trace(model, (ids,), mesh=mesh, rank=rank, **options)
+        program = autoshard.trace(model, (x,), mesh=mesh, rank=rank, **options)
         found.add(for_any_rank(program.graph_module).code)
     return found
 
@@ -50,15 +57,29 @@ def test_ranks_have_one_text() -> None:
     assert "rank_of_tp" in text  # the classes of a rank begin at its number
 
 
+@pytest.mark.parametrize("rng", ["invariant", "tracker"])
+def test_ranks_that_draw_have_one_text(rng: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 16))
+    x = torch.ones(8, 16)
+    (text,) = texts({"tp": 2}, model, x, rng=rng)
+    assert "on_shard" in text and "rank_of_tp" in text
+
+
 def test_what_depends_on_the_number_keeps_it() -> None:
     assert len(texts({"dp_shard": 2}, Tokens(classes=33))) == 2  # ranks hold 17 and 16 rows
-    for given in ({"rows": 8, "padding_idx": 3}, {"rows": 9}):  # a row of one rank; 5 and 4 rows
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (vocab_parallel_embedding, {"rows": 8, "padding_idx": 3}),  # a row of one rank
+        (vocab_parallel_embedding, {"rows": 9}),  # 5 and 4 rows
+        (on_shard, {"op": "uniform", "dim": 0, "extent": 9}),
+        (on_shard, {"op": "uniform", "dim": 0, "extent": 8, "outer": Axis("cp", 2, 0, "")}),
+    ]
+    for function, given in calls:
         found = set()
         for rank in range(2):
             graph = fx.Graph()
             of = graph.placeholder("table"), graph.placeholder("ids")
             kwargs = {**given, "axis": Axis("tp", 2, rank, "offline:tp")}
-            node = graph.call_function(vocab_parallel_embedding, of, kwargs)
+            node = graph.call_function(function, of, kwargs)
             node.meta["val"] = torch.empty(())
             graph.output(node)
             found.add(for_any_rank(fx.GraphModule(nn.Module(), graph)).code)
@@ -94,7 +115,16 @@ def everything(axis: Axis) -> fx.GraphModule:
     own = call(redistribute, x, I, S(0), axis, None, shape=(3, 4))
     whole = call(redistribute, own, S(0), R, axis, None, shape=(6, 4))
     back = call(redistribute, whole, R, S(1), axis, None, shape=(6, 2))
-    results = found, *losses, own, call(redistribute, back, S(1), I, axis, None, shape=(6, 4))
+    seed, number = call(shared_seed, torch.device("cpu"), axis=axis), call(torch.tensor, 3)
+    place = {"op": "dropout", "dim": 0, "extent": 12, "axis": axis}
+    drawn = call(on_shard, x, seed, 0.5, number, shape=(6, 4), **place)
+    results = (
+        found,
+        *losses,
+        own,
+        drawn,
+        call(redistribute, back, S(1), I, axis, None, shape=(6, 4)),
+    )
     graph.output((*results, call(torch.mul, x, graph.get_attr("scale"))))
     return fx.GraphModule(root, graph)
 
@@ -115,6 +145,6 @@ def run_both() -> list[list[torch.Tensor]]:
 
 def test_numbers_are_those_of_the_ranks_own_graph(gloo2: GlooPool) -> None:
     for own, shared in gloo2(run_both):
-        assert len(own) == 8
+        assert len(own) == 9
         for got, want in zip(shared, own, strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
