@@ -50,18 +50,13 @@ from autoshard.runtime.graph_meta import PASS
 
 @dataclass(frozen=True)
 class ScheduleCollectives(Pass, optional=True):
-    """prefetch: start a gather of parameters at the wait of the one before it.
+    """bucket_bytes: as in the bucketing passes; None: their default."""
 
-    bucket_bytes: as in the bucketing passes; None: their default.
-    """
-
-    prefetch: bool = True
     bucket_bytes: int | None = None
 
     def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         """Reorder in place."""
-        if self.prefetch:
-            report.hits += _prefetch(gm.graph, self.bucket_bytes)
+        report.hits += _prefetch(gm.graph, self.bucket_bytes)
         report.hits += _delay_second_stages(gm.graph)
         report.hits += _sink_waits(gm.graph)
         _limit_in_flight(gm.graph)

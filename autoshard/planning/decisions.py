@@ -60,8 +60,7 @@ class Recomputation:
     kept, of what is computed again and of what is fetched, at the worst moment. seconds: of a step,
     that operators and collectives take again, and that transfers outlast the compute beside them.
     bound: the least seconds that any choice in these segments takes which keeps no more. host:
-    bytes on the host. transfers: seconds of their way there and back. length: the segments that
-    were joined to one.
+    bytes on the host. transfers: seconds of their way there and back.
     """
 
     again: frozenset[str]
@@ -74,7 +73,6 @@ class Recomputation:
     sent: frozenset[str] = frozenset()
     host: int = 0
     transfers: float = 0.0
-    length: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

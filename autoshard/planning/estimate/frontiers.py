@@ -95,7 +95,7 @@ class Frontier:
             if length > 1 and choices.count <= 2:
                 break
             for charge in (math.inf, *(_CHARGES if host_memory else ())):
-                self._lengths.append(_Length(choices, charge, length, several))
+                self._lengths.append(_Length(choices, charge, several))
             length *= 2
 
     @cached_property
@@ -175,7 +175,6 @@ class Frontier:
             bound=min(bound, point.seconds),
             host=point.host,
             transfers=2 * sum(one.transfer for one in keys[Fate.HOST]),
-            length=length.length,
         )
 
 
@@ -247,13 +246,10 @@ class _Sums:
 
 
 class _Length:
-    """Segments of one length and one charge, under each price under which something changes.
+    """Segments of one length and one charge, under each price under which something changes."""
 
-    length: segments that are joined to each.
-    """
-
-    def __init__(self, choices: Choices, charge: float, length: int, several: bool) -> None:
-        self.choices, self.charge, self.length, self.several = choices, charge, length, several
+    def __init__(self, choices: Choices, charge: float, several: bool) -> None:
+        self.choices, self.charge, self.several = choices, charge, several
 
     def at(self, price: int) -> _Sums:
         """The sums at the price of this number."""
