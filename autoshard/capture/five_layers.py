@@ -29,7 +29,7 @@ from torch._ops import HigherOrderOperator
 from autoshard.capture.growth import ELSEWHERE, SECOND, EqualLayers, Growth, JointLayers
 from autoshard.capture.subgraphs import RegionPolicy
 from autoshard.capture.tandem import described, label, symbols, tandem_repeats, tensors_of
-from autoshard.runtime.compat import Unequal, real_tensors
+from autoshard.runtime.compat import Unequal, real_tensors, without_code
 from autoshard.runtime.graph_meta import COPY
 
 _FEWEST = SECOND + 5  # fewer are traced: 0, 1, 2 and the last two, which may differ, are
@@ -100,7 +100,7 @@ def short_form(gm: fx.GraphModule, runs: Sequence[EqualLayers], last: int = 2) -
         if node in made and node.op not in ("placeholder", "output"):
             made[node].meta["custom"] = {**node.meta.get("custom", {}), COPY: number}
         number += node.op not in ("placeholder", "output")
-    short = fx.GraphModule(gm, graph)
+    short = without_code(gm, graph)
     short.meta = dict(gm.meta)
     return short
 

@@ -319,14 +319,12 @@ def _checkpointed() -> nn.Module:
 
 
 _GPT2 = {"n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 128}
-_NONE_DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
 _T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 DEEP_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "llama": (llama(num_hidden_layers=DEEP), tokens),
     "checkpointed": (_checkpointed, tokens),
-    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **_GPT2 | _NONE_DROPPED), tokens),
-    "gpt2 with dropout": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **_GPT2), tokens),
+    "gpt2": (hf("GPT2LMHeadModel", "GPT2Config", n_layer=DEEP, **_GPT2), tokens),
     "t5": (hf("T5ForConditionalGeneration", "T5Config", num_layers=DEEP, **_T5), seq2seq),
     "mixtral": (
         hf(
