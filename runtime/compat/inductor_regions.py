@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._inductor import compile_fx, config
+from torch._inductor import compile_fx, config, utils
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
 
@@ -106,7 +107,7 @@ def in_regions(cut: CutGraph | None, doing: Doing = contextlib.nullcontext) -> I
         )
         return made or whole(gm, inputs, checked, *rest, **options)
 
-    with mock.patch.object(compile_fx, "fx_codegen_and_compile", compile_graph):
+    with mock.patch.object(compile_fx, "fx_codegen_and_compile", compile_graph), _rules_told_once():
         yield
 
 
@@ -297,3 +298,18 @@ def _same(stride: Any, val: torch.Tensor) -> bool:
 
 def _text(val: torch.Tensor) -> tuple[str, ...]:
     return tuple(str(each) for each in val.stride())
+
+
+def _rules_told_once() -> Any:
+    """Inductor asks one object of the dtypes of operators, and fills it anew for each operator that
+    it writes: a third of what it takes to write a draw of random numbers."""
+    rules = utils.op_dtype_propagation_rules
+    told, fill = -1, DtypePropagationOpsHandler.__init__
+
+    def once(self: DtypePropagationOpsHandler) -> None:
+        nonlocal told
+        if len(rules) != told:
+            fill(self)
+            told = len(rules)
+
+    return mock.patch.object(DtypePropagationOpsHandler, "__init__", once)

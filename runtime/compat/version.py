@@ -153,6 +153,7 @@ torch._inductor.custom_graph_pass.get_hash_for_files
 torch._inductor.debug.DebugContext
 torch._inductor.dependencies.StarDep
 torch._inductor.dependencies.WeakDep
+torch._inductor.dtype_propagation.DtypePropagationOpsHandler
 torch._inductor.fx_passes.control_dependencies.preserve_node_ordering
 torch._inductor.fx_passes.post_grad.view_to_reshape
 torch._inductor.graph.GraphLowering
@@ -164,6 +165,7 @@ torch._inductor.pattern_matcher.stable_topological_sort
 torch._inductor.scheduler.SchedulerNode.recompute_size_and_body
 torch._inductor.utils.BoxedBool
 torch._inductor.utils.fresh_cache
+torch._inductor.utils.op_dtype_propagation_rules
 torch._inductor.utils.set_tracing_context_output_strides
 torch._inductor.virtualized.V
 torch.compiler._cache.CacheArtifact

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import utils
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -25,6 +27,7 @@ from autoshard.capture import tandem_repeats
 from autoshard.compiling.regions import GraphPart, parts_of
 from autoshard.passes import COLLECTIVES
 from autoshard.program import Program
+from autoshard.runtime.compat import inductor_regions
 from autoshard.runtime.compat.inductor_regions import compile_parts, in_regions
 from gloo_pool import GlooPool
 from models_plain import GatedLayer
@@ -380,3 +383,14 @@ def test_two_processes_train_as_serial_and_start_warm(
         caches = [result["jobs"][job]["cache"] for result in results]
         assert sum(cache.get("fxgraph_cache_miss", 0) for cache in caches) == missed, caches
         assert sum(cache.get("fxgraph_cache_hit", 0) for cache in caches) == hit, caches
+
+
+def test_inductor_fills_its_table_of_dtypes_once() -> None:
+    """And again where it knows more operators."""
+    filled: list[object] = []
+    with mock.patch.object(DtypePropagationOpsHandler, "__init__", filled.append):
+        with inductor_regions._rules_told_once():
+            both = [DtypePropagationOpsHandler() for _ in range(2)]
+            assert filled == both[:1]
+            with mock.patch.dict(utils.op_dtype_propagation_rules, {"another": None}):
+                assert filled == [DtypePropagationOpsHandler()] * 2
