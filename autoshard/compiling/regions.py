@@ -8,9 +8,9 @@
     %6 = relu(%5)                     %4 = A(%2, %w.1)
                                       %6 = A(%4, %w.2)
 
-What each layer has of its own is an input: weights, their gathers, numbers of its draws. Two
-stretches (`stretches.py`) are one region where operators, arguments, shapes, strides, dtypes and
-what leaves them are equal; others are compiled alone.
+What each layer has of its own is an input: weights, their gathers, seeds and numbers of its draws.
+Two stretches (`stretches.py`) are one region where operators, arguments, shapes, strides, dtypes
+and what leaves them are equal; others are compiled alone.
 
 Not done: graphs with sizes that come of data; integers that count layers, by which these are
 unequal.

@@ -33,8 +33,8 @@ from autoshard.runtime.compat.version import probe_compilers
 from autoshard.runtime.graph_meta import HOST
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-"""Operators that Inductor gets in smaller ones, which it fuses: where it compiles a graph, as those
-of a layer's random numbers are three times as many as all others."""
+"""Operators that Inductor gets in smaller ones, which it fuses: not before it compiles a graph, as
+those of a layer's draws are twice as many as all its others."""
 
 Order = Callable[[fx.Graph], dict[fx.Node, list[fx.Node]]]
 """The nodes of a graph that each of its nodes must come after, besides those it reads."""
@@ -183,7 +183,8 @@ def _not_among(graph: fx.GraphModule, positions: Sequence[int], names: set[str])
 def expand() -> Any:
     """Inductor's first pass over what it compiles, one region or a whole graph: that which is set
     there already, then `DECOMPOSITIONS`."""
-    return _behind("post_grad_custom_pre_pass", _expanded)
+    files = {smaller.__code__.co_filename for smaller in DECOMPOSITIONS.values()}
+    return _behind("post_grad_custom_pre_pass", _expanded, *sorted(files))
 
 
 def _expanded(graph: fx.Graph) -> None:
