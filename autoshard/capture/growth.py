@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,10 +151,11 @@ class Growth:
             other = place._replace(layer=beside.get(place.layer, place.layer))
             if place.backward is not None and other not in self.at:
                 del self.place[node], self.at[place]  # equal in all layers: computed once now
-        self.owners: dict[int, tuple[fx.Node, int]] = {}  # by memory: the first that is in it
+        first: dict[int, tuple[fx.Node, int]] = {}
+        self.owners: dict[fx.Node, list[tuple[fx.Node, int]]] = {}  # the first in a tensor's memory
         for node in graph.nodes:
-            for i, value in enumerate(tensors_of(node)):
-                self.owners.setdefault(storage_key(value), (node, i))
+            keys = enumerate(map(storage_key, tensors_of(node)))
+            self.owners[node] = [first.setdefault(key, (node, i)) for i, key in keys]
 
     def grow(self) -> None:
         """Compare, copy, and have the others read the copies; or `Unequal`."""
@@ -191,7 +192,7 @@ class Growth:
         for reader, read, layer in reads:
             instead = self._of(read, layer)
             reader.replace_input_with(read, instead)
-            self._set_values(reader, {read: instead})
+            self._set_values(reader, reader, {read: instead}.get)
         for node in operators:
             behind = layout.above <= layout.order[node.name] < layout.below
             self._renumber(node.meta, layout.end - 1 if behind else SECOND)
@@ -236,10 +237,9 @@ class Growth:
         )
         if not alike or writes(one.target):
             raise Unequal
-        for j, (mine, theirs) in enumerate(zip(tensors_of(one), tensors_of(other))):
-            owner, i = self.owners[storage_key(mine)]
+        for j, ((owner, i), theirs) in enumerate(zip(self.owners[one], self.owners[other])):
             shared = owner is one and i != j  # results in one memory, which is their own
-            if shared or (self.next(owner), i) != self.owners[storage_key(theirs)]:
+            if shared or (self.next(owner), i) != theirs:
                 raise Unequal
 
     def next(self, node: Any) -> Any:
@@ -257,7 +257,7 @@ class Growth:
                 continue
             behind = layout.order[node.name] < layout.below  # of the last layers, or of no layer
             mine = self.place.get(node, ELSEWHERE).layer
-            memory = [self.owners[storage_key(value)][0] for value in tensors_of(node)]
+            memory = [owner for owner, _ in self.owners[node]]
             for read in dict.fromkeys((*node.all_input_nodes, *memory)):
                 layer = self.place.get(read, ELSEWHERE).layer
                 if (behind and layer == 1) or (not behind and mine not in (1, 2) and layer == 2):
@@ -325,10 +325,10 @@ class Growth:
         layout, place = self.layout, self.place[node]._replace(layer=layer)
         twin = None if self.forward is None else self.forward.at.get(place)
         name = f"{node.name}_layer{layer}" if twin is None else twin.name
-        given = (node.args, dict(node.kwargs))
-        args, kwargs = fx.node.map_arg(given, lambda read: self._of(read, layer))
+        given = (node.args, node.kwargs)
         target = name if node.op == "placeholder" else node.target
-        made = self.graph.create_node(node.op, target, args, kwargs, name)
+        made = self.graph.create_node(node.op, target, name=name)  # searches what args it is given
+        made.args, made.kwargs = fx.node.map_arg(given, lambda read: self._of(read, layer))
         self.place[made], self.at[place] = place, made
         if made.name != name:
             raise Unequal
@@ -358,20 +358,19 @@ class Growth:
         if twin is not None:
             made.meta["val"] = twin.meta["val"]
         else:
-            owners = {self.owners[storage_key(value)][0] for value in tensors_of(node)}
-            of = {n: made if n is node else self._of(n, layer) for n in owners}
-            self._set_values(made, of)
+            self._set_values(made, node, lambda n: made if n is node else self._of(n, layer))
         return made
 
-    def _set_values(self, node: fx.Node, instead: Mapping[fx.Node, fx.Node]) -> None:
-        """Fakes of a node in the memory of another one; of its own, where that is itself."""
+    def _set_values(self, node: fx.Node, like: fx.Node, instead: Callable[..., Any]) -> None:
+        """Fakes like those of another node, in the memory `instead` of its owner's, if any."""
+        owners = iter(self.owners[like])
 
         def value(fake: Any) -> Any:
-            is_tensor = isinstance(fake, torch.Tensor)
-            owner, i = self.owners[storage_key(fake)] if is_tensor else (None, 0)
-            if owner is None or owner not in instead:
+            owner, i = next(owners) if isinstance(fake, torch.Tensor) else (None, 0)
+            other = None if owner is None else instead(owner)
+            if other is None:
                 return fake
-            return fake_in(fake, None if instead[owner] is node else tensors_of(instead[owner])[i])
+            return fake_in(fake, None if other is node else tensors_of(other)[i])
 
         if "val" in node.meta:
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], value)

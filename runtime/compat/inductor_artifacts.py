@@ -177,8 +177,7 @@ def first_compiles(graph: fx.GraphModule, once: Once | None = None) -> Iterator[
         yield
         return
     inputs = [str(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder")]
-    text = graph.graph.python_code("self").src
-    key = hashlib.sha256("\n".join([text, *inputs]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([graph.code, *inputs]).encode()).hexdigest()  # printed once
     lock = FileLock(str(Path(get_lock_dir()) / f"autoshard-{key}.lock"))
     with contextlib.suppress(OSError, NotImplementedError):  # it saves work, nothing else
         lock.acquire(timeout=LOCK_TIMEOUT)

@@ -212,8 +212,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def fake_in(fake: Any, other: torch.Tensor | None) -> FakeTensor:
     """A fake like one, in the memory of another or in its own. By the parts of a fake: an operator
     under a fake mode takes ten times as long."""
-    place = fake if other is None else other
-    storage: Any = place.untyped_storage()
+    storage: Any = (fake if other is None else other).untyped_storage()
     if other is None:
         storage = torch.UntypedStorage(storage.nbytes(), device="meta")
     meta = torch.empty(0, dtype=fake.dtype, device="meta")
