@@ -13,8 +13,6 @@ Layers that draw are then equal, and are traced and compiled once; with numbers 
 are. The draws are the same. The first number is -1 whatever the seed: Inductor would fold what is
 counted from a constant. Backward reads the numbers that forward kept: counted again, from the first
 layer on, they would be in none of its own.
-
-Not done: the stages of a pipeline.
 """
 
 from dataclasses import dataclass
@@ -25,14 +23,15 @@ from torch import fx
 
 from autoshard.passes.base import Context, Pass, Report, maker, set_recomputed
 from autoshard.planning import packet, value
-from autoshard.runtime.randomness import DRAWING, Drawing, on_shard
+from autoshard.runtime.randomness import DRAWING, Drawing, on_microbatch, on_shard
 
 aten = torch.ops.aten
+_OF_PARTS = (on_shard, on_microbatch)
 
 
 @dataclass(frozen=True)
 class NumberDraws(Pass, optional=True):
-    """Runs on the local graph."""
+    """Runs on the local graph, or on that of a stage of a pipeline."""
 
     def rewrite(self, gm: fx.GraphModule, ctx: Context, report: Report) -> None:
         number: Any = None
@@ -51,7 +50,7 @@ class NumberDraws(Pass, optional=True):
                 number = make(aten.add.Tensor, number, call - before)
             set_recomputed(number, False)
             node.update_arg(drawing.call, number)
-            if node.target is not on_shard:  # an operator takes an integer
+            if node.target not in _OF_PARTS:  # an operator takes an integer
                 node.target = drawing.run
             before = call
             report.hits += 1
@@ -60,5 +59,5 @@ class NumberDraws(Pass, optional=True):
 def _drawing(node: fx.Node) -> Drawing | None:
     """What draws, as an operator or as the function of one on a shard."""
     ours = getattr(node.target, "namespace", "") == "autoshard"
-    name: Any = node.kwargs["op"] if node.target is on_shard else ours and packet(node).__name__
+    name: Any = node.kwargs["op"] if node.target in _OF_PARTS else ours and packet(node).__name__
     return DRAWING.get(name)

@@ -12,9 +12,10 @@ from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.program import Program
+import autoshard
+from autoshard.building.pipeline.traced import TracedPipeline
 from autoshard.runtime.graph_meta import PASS
-from autoshard.runtime.randomness.draws import on_shard
+from autoshard.runtime.randomness.draws import on_microbatch, on_shard
 from autoshard.runtime.randomness.philox import DRAWING
 from models_plain import GatedLayer
 from traced import builder
@@ -34,13 +35,12 @@ def number(node: Any) -> int:
     return -1
 
 
-def calls(program: Program, serial: bool) -> list[Any]:
-    """The number of each draw of the serial graph, or of the rank's."""
+def calls(gm: fx.GraphModule) -> list[Any]:
+    """The number of each draw."""
     found = []
-    for node in (program.serial if serial else program.graph_module).graph.nodes:
-        name = (
-            node.kwargs["op"] if node.target is on_shard else getattr(node.target, "__name__", "")
-        )
+    for node in gm.graph.nodes:
+        parts = node.target in (on_shard, on_microbatch)
+        name = node.kwargs["op"] if parts else getattr(node.target, "__name__", "")
         drawing = DRAWING.get(name.partition(".")[0])
         if drawing is not None:
             found.append(node.args[drawing.call])
@@ -51,8 +51,21 @@ def calls(program: Program, serial: bool) -> list[Any]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_each_draw_has_the_number_that_it_had(n: int, rng: str) -> None:
     program = builder(Noisy(), (torch.randn(2, 8, 16),))({"tp": n}, rng=rng)
-    constants, values = (calls(program, serial) for serial in (True, False))
+    constants, values = calls(program.serial), calls(program.graph_module)
     assert constants == [*range(12)] and [*map(number, values)] == constants
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_so_has_each_of_a_stage_of_a_pipeline(tp: int) -> None:
+    layers = [part for _ in range(4) for part in (nn.Linear(8, 8), nn.Dropout(0.5))]
+    model = nn.Sequential(*layers)
+    mesh = {"pp": 2, "tp": tp}
+    traced = autoshard.trace(model, (torch.ones(6, 8),), mesh=mesh, pipeline={"schedule": "gpipe"})
+    assert isinstance(traced, TracedPipeline)
+    constants = calls(traced.program.microbatch.local)
+    values = [calls(stage) for stage in traced.stages]
+    assert all(values) and constants == [*range(4)]
+    assert [number(value) for stage in values for value in stage] == constants
 
 
 class Layers(nn.Module):

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
+from autoshard.passes import Context, NumberDraws
 from autoshard.planning import is_view, reached, value
+from autoshard.runtime.collectives import Axis
 from autoshard.runtime.graph_meta import DIFF
 
 
@@ -89,8 +91,10 @@ def stage_graphs(
         own = [node for node in sent if node in here]
         results = [i for i, node in enumerate(returned) if node in here]
         graph.output(tuple(made[n] for n in [*own, *(returned[i] for i in results)]))
+        stage = fx.GraphModule(local, graph)
+        NumberDraws().run(stage, Context(Axis("pp", len(runs), 0, "")))  # alike in all layers
         return PipelineStage(
-            graph=fx.GraphModule(local, graph),
+            graph=stage,
             parameters=[parameters[n] for n in inputs if n in parameters],
             shared=[shared[n] for n in inputs if n in shared],
             reads=[received.index(node) for node in used],
