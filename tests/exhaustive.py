@@ -106,7 +106,7 @@ SHARE = 3
 #: How many of all the other rows it runs: with `LISTED` about two minutes of two cores.
 OTHERS = 3
 #: The share of the other slow tests that CI runs.
-SHARE_OF_SLOW = 0.1
+SHARE_OF_SLOW = 0.07
 #: Quick tests of many like rows, or of half a minute and more: two thirds of the seconds of a whole
 #: run. CI runs a share of them, drawn row by row, another at each landing.
 QUICK = {
