@@ -141,7 +141,10 @@ QUICK = {
         "test_a_cell_is_checked",
     },
     "export/test_export_trtllm.py": {"test_configuration_that_disagrees"},
-    "export/test_onnx_export.py": {"test_onnx_says_what_the_model_says_and_what_the_network_says"},
+    "export/test_onnx_export.py": {
+        "test_a_planted_fault_is_noticed",
+        "test_onnx_says_what_the_model_says_and_what_the_network_says",
+    },
     "export/test_trt_network.py": {"test_llama_decodes_what_the_model_decodes"},
     "export/test_trtllm_logits.py": {
         "test_logits_are_those_of_the_model",
@@ -253,7 +256,11 @@ QUICK = {
         "test_a_rank_that_fails_between_calls",
         "test_a_fault_through_processes",
     },
-    "weights/test_live_weights.py": {"test_from_two_processes_to_two_others"},
+    "weights/test_engines.py": {"test_a_refitted_engine_is_one_that_is_exported_again"},
+    "weights/test_live_weights.py": {
+        "test_a_trainer_s_weights_are_those_of_its_exported_directory",
+        "test_from_two_processes_to_two_others",
+    },
 }
 SHARE_OF_QUICK = 0.2
 EVERY = "all"

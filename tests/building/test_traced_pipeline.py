@@ -13,7 +13,8 @@ from torch import nn
 import autoshard
 from autoshard.building.pipeline.entry import _changes
 from autoshard.building.pipeline.traced import TracedPipeline
-from autoshard.errors import ConfigError, PlanError
+from autoshard.errors import AutoshardError, ConfigError, PlanError
+from autoshard.passes import OPTIONAL
 from autoshard.planning import Plan
 from autoshard.runtime.compat import GraphInput
 from models import CASES
@@ -167,3 +168,20 @@ def test_one_dim_whose_size_changes_is_a_changing_input() -> None:
     for fake, changes in ((fakes[0], True), (torch.ones(BATCH, ROWS), False)):
         given = {"source": "L['x']", "name": "L.x", "key": "x", "of_model": False}
         assert _changes(GraphInput(**given, real=x, fake=fake)) == changes
+
+
+def test_passes_are_shown_and_left_out_as_without_pp(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def shown(folder: Path) -> set[str]:
+        monkeypatch.setenv("AUTOSHARD_DUMP", str(folder))
+        traced(mesh={"pp": 2, "tp": 2})
+        return {path.name.split("-")[2].partition(".")[0] for path in folder.glob("*.after.txt")}
+
+    every = shown(tmp_path / "every")
+    assert {"recover_masks", "localize", "number_draws"} <= every
+    monkeypatch.setenv("AUTOSHARD_DISABLE", "all")
+    assert shown(tmp_path / "some") == every.difference(OPTIONAL)
+    monkeypatch.setenv("AUTOSHARD_STOP_AFTER", "invariant_random")
+    with pytest.raises(AutoshardError, match="stopped before localize"):
+        shown(tmp_path / "none")

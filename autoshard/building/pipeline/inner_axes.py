@@ -21,7 +21,7 @@ from autoshard.building.first_axis import lay_out
 from autoshard.building.pipeline.microbatch import MicrobatchGraph, PlannedMicrobatch
 from autoshard.config import Config
 from autoshard.errors import ConfigError
-from autoshard.passes import ExchangeExperts, Localize, exchange, rank_program
+from autoshard.passes import SILENT, ExchangeExperts, Localize, Watch, exchange, rank_program
 from autoshard.planning import (
     Decisions,
     Plan,
@@ -52,6 +52,7 @@ def split_operators(
     layout: Layout,
     plan: Plan | None = None,
     chosen: Mapping[fx.Node, str] = MappingProxyType({}),
+    watch: Watch = SILENT,
 ) -> tuple[MicrobatchGraph, Plan]:
     """The graph of this rank of `axes`, of one micro-batch, and the plan that it follows.
 
@@ -92,7 +93,8 @@ def split_operators(
         microbatch = _with_plan(microbatch, decisions, axis.size, machine, request)
     if decisions is not None and axis.size > 1:
         gathered = gathered_stacks(whole, decisions.strategies)
-        local, _ = rank_program(whole, [Localize(decisions, config.recompute_collectives)], axis)
+        localize = Localize(decisions, config.recompute_collectives)
+        local, _ = rank_program(whole, [localize], axis, watch)
         split = {parameter: decisions.stored[node] for node, parameter in own.items()}
         microbatch = replace(_planned(microbatch, local, decisions, axis), split=split)
     if mesh.axis("ep").size > 1 and config.ep_exchange != "weights":

@@ -23,7 +23,7 @@ from autoshard.building.pipeline.batch_split import (
 )
 from autoshard.compiling import symbols
 from autoshard.errors import CaptureError
-from autoshard.passes import Localize, rank_program
+from autoshard.passes import Localize, Watch, rank_program
 from autoshard.planning import Decisions, Strategy, is_loss, operands, reached, tensor_bytes, value
 from autoshard.runtime.collectives import Axis, P, S, State, shard_dim
 from autoshard.runtime.errors import source_line
@@ -127,6 +127,7 @@ def cut_batch(
     parameters: Mapping[fx.Node, str],
     batch: Mapping[fx.Node, State],
     microbatches: int,
+    watch: Watch,
 ) -> MicrobatchGraph:
     """The graph of one of `microbatches` parts of the batch, of a graph `with_sums`.
 
@@ -137,7 +138,8 @@ def cut_batch(
     own = [i for i, n in enumerate(results) if n in split.own and n not in parameters]
     core = _Core(serial, split, [n for n in parameters if n in split.own])
     gm, decisions = core.build([results[i] for i in own])
-    local, _ = rank_program(gm, [Localize(decisions)], Axis("pp", microbatches, 0, "microbatch:"))
+    axis = Axis("pp", microbatches, 0, "microbatch:")
+    local, _ = rank_program(gm, [Localize(decisions)], axis, watch)
     states = [split.state(results[i]) for i in own]
     users = serial.meta[N_OUTPUTS]
     scalars = [(i, s) for i, s in zip(own, states) if i < users and is_loss(results[i])]

@@ -22,7 +22,7 @@ from autoshard.building.pipeline.microbatch import (
 from autoshard.building.pipeline.stages import StagePlan, followed, plan_stages, with_stages
 from autoshard.building.planned import choices_made, layout_of, refuse_twice
 from autoshard.capture import capture
-from autoshard.compiling import EQUAL_LAYERS, settings
+from autoshard.compiling import EQUAL_LAYERS, DebugWatch, settings
 from autoshard.config import Config
 from autoshard.errors import CaptureError, ConfigError
 from autoshard.parameters import lowered_dtypes, say_stored
@@ -228,7 +228,8 @@ def build_pipeline(
         sequences=any(axis.name == "cp" and axis.size > 1 for axis in beside),
         microbatches=True,
     )
-    prepare(serial, Axis("tp", 1, 0, ""), passes)
+    watch = DebugWatch(settings(), beside)
+    prepare(serial, Axis("tp", 1, 0, ""), passes, watch)
     nodes = serial.graph.find_nodes(op="placeholder")
     parameters: dict[fx.Node, str] = {}
     stored: dict[fx.Node, int] = {}
@@ -257,14 +258,14 @@ def build_pipeline(
     counted = data_axes(beside) if config.loss_tokens == "global" else ()
     with_sums(serial, _named(parameters), counted)
     try:
-        microbatch = cut_batch(serial, parameters, batch, shape.microbatches)
+        microbatch = cut_batch(serial, parameters, batch, shape.microbatches, watch)
     except CaptureError as error:
         whole = shape._replace(microbatches=1)
         free = config.microbatches is None and pipeline is None
         if not free or whole == shape or not is_possible(schedule, whole):
             raise
         shape, joins = whole, True
-        microbatch = cut_batch(serial, parameters, batch, 1)
+        microbatch = cut_batch(serial, parameters, batch, 1, watch)
         warnings.warn(f"{ONE_BY_ONE}: {error}", stacklevel=2)
     if schedule == "gpipe":  # there the backwards of a loss may wait, too
         microbatch = replace(microbatch, loss=None)
@@ -274,7 +275,7 @@ def build_pipeline(
     refuse_twice(asked, layout)
     machine = cluster.on({**Mesh(tuple(beside), None).sizes, "pp": ranks})
     microbatch, made = split_operators(
-        microbatch, parameters, split, beside, machine, config, layout, asked, chosen
+        microbatch, parameters, split, beside, machine, config, layout, asked, chosen, watch
     )
     budget = config.memory_budget
     if microbatch.loss is not None:
@@ -290,7 +291,7 @@ def build_pipeline(
             node: pipeline.homes[name] for node, name in named.items() if name in pipeline.homes
         }
         homes, cuts = {**said, **stored}, pipeline.graphs.get(fingerprint(microbatch.local))
-    plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts)
+    plan = plan_stages(microbatch, live, machine, homes, budget, shards, cuts, watch)
     return PipelineProgram(
         microbatch=microbatch,
         plan=plan,

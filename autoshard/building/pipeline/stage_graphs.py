@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoshard.building.pipeline.microbatch import MicrobatchGraph
-from autoshard.passes import Context, NumberDraws
+from autoshard.passes import Context, NumberDraws, Watch, run_stage
 from autoshard.planning import is_view, reached, value
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.graph_meta import DIFF
@@ -62,6 +62,7 @@ def stage_graphs(
     microbatch: MicrobatchGraph,
     runs: Sequence[Sequence[fx.Node]],
     crossing: Sequence[list[fx.Node]],
+    watch: Watch,
 ) -> list[PipelineStage]:
     """The graphs of the stages, of runs of operators of the micro-batch's graph. crossing: the
     values that cross the cut before each, and what is behind the last."""
@@ -71,6 +72,7 @@ def stage_graphs(
     shared = {node: i for i, node in enumerate(placeholders[count:])}
     returned: Any = local.graph.output_node().args[0]
     repeated = of_shared_values(microbatch)
+    context = Context(Axis("pp", len(runs), 0, ""))
 
     def cut(run: Sequence[fx.Node], received: list[fx.Node], sent: list[fx.Node]) -> PipelineStage:
         here = set(run)
@@ -92,7 +94,7 @@ def stage_graphs(
         results = [i for i, node in enumerate(returned) if node in here]
         graph.output(tuple(made[n] for n in [*own, *(returned[i] for i in results)]))
         stage = fx.GraphModule(local, graph)
-        NumberDraws().run(stage, Context(Axis("pp", len(runs), 0, "")))  # alike in all layers
+        run_stage("local", [NumberDraws()], stage, context, watch)  # layers that draw are alike
         return PipelineStage(
             graph=stage,
             parameters=[parameters[n] for n in inputs if n in parameters],

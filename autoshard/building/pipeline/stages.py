@@ -20,6 +20,7 @@ from autoshard.building.pipeline.stage_graphs import PipelineStage, of_shared_va
 from autoshard.building.planned import load_plan
 from autoshard.config import Config, option
 from autoshard.errors import ConfigError, PlanError
+from autoshard.passes import SILENT, Watch
 from autoshard.planning import (
     PipelinePlan,
     Plan,
@@ -70,6 +71,7 @@ def plan_stages(
     budget: int | None,
     shards: Mapping[str, int] = MappingProxyType({}),
     cuts: Sequence[str] | None = None,
+    watch: Watch = SILENT,
 ) -> StagePlan:
     """The cheapest cut, and the graph of each stage.
 
@@ -115,7 +117,7 @@ def plan_stages(
         )
     starts = [0, *found.cuts, len(ends) - 1]
     runs = [operators[ends[a] : ends[b]] for a, b in zip(starts, starts[1:])]
-    made = stage_graphs(microbatch, runs, [sent[ends[at]] for at in starts])
+    made = stage_graphs(microbatch, runs, [sent[ends[at]] for at in starts], watch)
     homes = [
         next(s for s, st in enumerate(made) if i in st.parameters) % ranks if home is None else home
         for i, home in enumerate(known)
