@@ -126,7 +126,11 @@ def ask(number: int, axis: Axis) -> bool:
         if (failure := exchange.heard_of()) is not None:
             told = f"{failure}; rank {exchange.rank} waited in a comparison on axis {axis.name}"
             raise CollectiveError(told, remedy=FAILED)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        error.add_note(f"a comparison on axis {axis.name}")
+        raise
     return not most.sum().item()
 
 
