@@ -108,5 +108,5 @@ def test_one_rank_is_at_fault(
             assert said[rank] == "ValueError: a broken record"
         else:
             assert all(text in said[rank] for text in texts), said
-        if fault == "stops":  # by which rank finds out first
-            assert any(place in said[rank] for place in PLACES), said
+        if fault == "stops":  # rank 1 waits in no collective of the graph
+            assert any(place in said[rank] for place in PLACES[: 1 + (rank == 1)]), said
